@@ -1,0 +1,144 @@
+"""The text model: rows in, normed hidden rows out. One forward serves prefill, chunks, decode and any mixture.
+
+    streams = embed(token) on every residual copy;  mix = copy 0
+    layer:  streams = engram(streams)                                   (two layers)
+            u = attention(norm(collapse(streams, mix)))                 mix of the previous layer's feed-forward half
+            streams = expand(u, streams)
+            v = moe(norm(collapse(streams, pre of the attention half)))
+            streams = expand(v, streams);  mix = pre of the feed-forward half
+    hidden = norm(collapse(streams, mix))
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dsv41.backends import Backends
+from dsv41.config import ModelConfig
+from dsv41.model.attention import Attention, Shared
+from dsv41.model.caches import KVCaches
+from dsv41.model.engram import Engram
+from dsv41.model.hyper import HyperConnection
+from dsv41.model.inputs import Rotations, StepInputs, StepOutput, empty_index
+from dsv41.model.layout import CacheLayout
+from dsv41.model.linear import Context, parameter
+from dsv41.model.moe import MoE
+from dsv41.model.plan import LayerPlan
+from dsv41.model.rope import plain_frequencies, rotations, yarn_frequencies
+from dsv41.ops.arithmetic import rms_norm
+from dsv41.ops.linear.op import linear
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, context: Context, plan: LayerPlan, layout: CacheLayout, own_tables: bool) -> None:
+        super().__init__()
+        self.eps = context.config.norm_eps
+        self.engram = None if plan.engram is None else Engram(context, plan.engram, own_tables)
+        self.attention_hyper = HyperConnection(context)
+        self.attention_norm = parameter(context.config.hidden_size)
+        self.attention = Attention(context, plan, layout)
+        self.ffn_hyper = HyperConnection(context)
+        self.ffn_norm = parameter(context.config.hidden_size)
+        self.moe = MoE(context)
+
+    def forward(
+        self,
+        streams: Tensor,
+        mix: Tensor,
+        step: StepInputs,
+        rotations: Rotations,
+        caches: KVCaches,
+        shared: Shared,
+    ) -> tuple[Tensor, Tensor, Shared]:
+        """streams [T, M, D], mix [T, M] -> the same after both halves, and what later layers share."""
+        pre, post, comb = self.attention_hyper.coefficients(streams)
+        x = rms_norm(self.attention_hyper.collapse(streams, mix), self.attention_norm, self.eps)
+        u, shared = self.attention(x, step, rotations, caches, shared)
+        streams = self.attention_hyper.expand(u, streams, post, comb)
+
+        next_mix, post, comb = self.ffn_hyper.coefficients(streams)
+        x = rms_norm(self.ffn_hyper.collapse(streams, pre), self.ffn_norm, self.eps)
+        streams = self.ffn_hyper.expand(self.moe(x, step), streams, post, comb)
+        return streams, next_mix, shared
+
+
+class Decoder(nn.Module):
+    """The backbone of a config under a plan, a cache layout and chosen backends. Weights are uninitialised.
+
+    `own_tables=False` leaves the Engram tables empty for `Engram.set_table`; `features=True` also returns the draft
+    head's features.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: tuple[LayerPlan, ...],
+        layout: CacheLayout,
+        backends: Backends,
+        *,
+        own_tables: bool = True,
+        features: bool = False,
+    ) -> None:
+        super().__init__()
+        self.context = context = Context(config, backends)
+        self.plan, self.return_features = plan, features
+        self.embedding = parameter(config.vocab_size, config.hidden_size)
+        if config.engram.layers:
+            self.token_map = parameter(config.vocab_size, dtype=torch.int64)
+        self.layers = nn.ModuleList(DecoderLayer(context, layer, layout, own_tables) for layer in plan)
+        self.norm = parameter(config.hidden_size)
+        self.head = parameter(config.vocab_size, config.hidden_size)
+        self.ratios = tuple(sorted({layer.ratio for layer in plan if layer.ratio}))
+        device = self.embedding.device
+        plain = plain_frequencies(config.rope_dim, config.rope_theta)
+        self.register_buffer("plain_frequencies", plain.to(device), persistent=False)
+        self.register_buffer("yarn_frequencies", yarn_frequencies(config).to(device), persistent=False)
+
+    def embed(self, step: StepInputs) -> Tensor:
+        """The stream before layer 0: every residual copy is the embedding. [T, M, D]"""
+        config = self.context.config
+        rows = torch.nn.functional.embedding(step.token_ids, self.embedding).to(self.context.dtype)
+        if step.embeddings is not None:
+            rows = torch.where(step.is_image.unsqueeze(1), step.embeddings, rows)
+        return rows.unsqueeze(1).expand(-1, config.copies, -1).contiguous()
+
+    def rotations(self, step: StepInputs) -> Rotations:
+        return rotations(step.positions, self.plain_frequencies, self.yarn_frequencies, self.ratios)
+
+    def first_mix(self, streams: Tensor) -> Tensor:
+        """The incoming mix of layer 0: copy 0 alone. float32 [T, M]"""
+        copies = torch.arange(streams.shape[1], device=streams.device)
+        return (copies == 0).float().expand(streams.shape[0], -1).contiguous()
+
+    def nothing_shared(self, streams: Tensor) -> Shared:
+        no_fault = torch.zeros(streams.shape[0], dtype=torch.bool, device=streams.device)
+        return Shared(None, empty_index(streams), no_fault)
+
+    def forward(self, step: StepInputs, caches: KVCaches) -> StepOutput:
+        streams = self.embed(step)
+        mix, turns, shared = self.first_mix(streams), self.rotations(step), self.nothing_shared(streams)
+        fault_layer = torch.full_like(step.attention.row_request, -1)
+        features = []
+        for plan, layer in zip(self.plan, self.layers, strict=True):
+            if layer.engram is not None:
+                streams = layer.engram(streams, step, self.token_map)
+            if plan.is_target and self.return_features:
+                features.append(streams.float().mean(1).to(streams.dtype))
+            streams, mix, shared = layer(streams, mix, step, turns, caches, shared)
+            # The mix comes from the mean square of the row's whole stream: not finite there shows here.
+            bad = mix.isnan().any(1)
+            if plan.owns_index:
+                bad = bad | shared.faulty
+            fault_layer = torch.where((fault_layer < 0) & bad, plan.layer, fault_layer)
+        hidden = self.final(streams, mix)
+        return StepOutput(hidden, torch.cat(features, -1) if features else hidden[:, :0], fault_layer)
+
+    def final(self, streams: Tensor, mix: Tensor) -> Tensor:
+        """The last feed-forward half's own mix collapses the stream; there is no learned head mix. [T, D]"""
+        collapsed = self.layers[-1].ffn_hyper.collapse(streams, mix)
+        return rms_norm(collapsed, self.norm, self.context.config.norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, D] -> float32 [n, V]"""
+        return linear(hidden, self.head, torch.float32, self.context.backends.linear)

@@ -1,0 +1,37 @@
+"""Residual copies: the parameters of one sub-layer's coefficients, and the three uses of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dsv41.model.linear import Context, parameter
+from dsv41.ops.hyper.op import hyper_coefficients, hyper_collapse, hyper_expand
+
+
+class HyperConnection(nn.Module):
+    """M residual copies around one sub-layer (ops/hyper/op.py has the equations)."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        config = context.config
+        copies = config.copies
+        mixes = (2 + copies) * copies
+        self.fn = parameter(mixes, copies * config.hidden_size, dtype=torch.float32)
+        self.base = parameter(mixes, dtype=torch.float32)
+        self.scale = parameter(3, dtype=torch.float32)
+        self.sweeps, self.eps, self.norm_eps = config.sinkhorn_iters, config.hyper_eps, config.norm_eps
+        self.impl = context.backends.hyper
+
+    def coefficients(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """streams [T, M, D] -> pre [T, M], post [T, M], comb [T, M, M], float32."""
+        return hyper_coefficients(
+            streams, self.fn, self.base, self.scale, self.sweeps, self.eps, self.norm_eps, self.impl
+        )
+
+    def collapse(self, streams: Tensor, pre: Tensor) -> Tensor:
+        """[T, M, D] -> [T, D]; `pre` comes from the sub-layer before this one."""
+        return hyper_collapse(streams, pre, self.impl)
+
+    def expand(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        return hyper_expand(y, streams, post, comb, self.impl)

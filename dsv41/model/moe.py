@@ -1,0 +1,64 @@
+"""The feed-forward half of a layer: router, routed experts in packed fp4, one shared expert in fp8."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dsv41.model.inputs import StepInputs
+from dsv41.model.linear import Context, Fp8Weight, parameter
+from dsv41.ops.moe.op import experts, route
+
+FP4_BLOCK = 32
+
+
+class MoE(nn.Module):
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        config = context.config
+        num_experts, hidden, width = config.num_experts, config.hidden_size, config.expert_dim
+        self.gate = parameter(num_experts, hidden)
+        self.bias = parameter(num_experts, dtype=torch.float32)
+        self.image_bias = parameter(num_experts, dtype=torch.float32)
+        self.gate_up = parameter(num_experts, 2 * width, hidden // 2, dtype=torch.uint8)
+        self.gate_up_scale = parameter(num_experts, 2 * width, hidden // FP4_BLOCK, dtype=torch.uint8)
+        self.down = parameter(num_experts, hidden, width // 2, dtype=torch.uint8)
+        self.down_scale = parameter(num_experts, hidden, width // FP4_BLOCK, dtype=torch.uint8)
+        self.shared_gate_up = Fp8Weight(2 * width, hidden)
+        self.shared_down = Fp8Weight(hidden, width)
+        self.top_k, self.route_scale = config.experts_per_token, config.route_scale
+        self.limit, self.quantise, self.impl = config.swiglu_limit, context.quantise, context.backends.moe
+
+    def route(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor]:
+        """x [T, D] -> expert ids int32 [T, k] and their weights float32 [T, k]."""
+        valid = step.attention.row_request >= 0
+        return route(
+            x,
+            self.gate,
+            self.bias,
+            self.image_bias,
+            step.is_image,
+            valid,
+            self.top_k,
+            self.route_scale,
+            self.impl,
+        )
+
+    def forward(self, x: Tensor, step: StepInputs) -> Tensor:
+        ids, weights = self.route(x, step)
+        return experts(
+            x,
+            ids,
+            weights,
+            self.gate_up,
+            self.gate_up_scale,
+            self.down,
+            self.down_scale,
+            self.shared_gate_up.weight,
+            self.shared_gate_up.scale,
+            self.shared_down.weight,
+            self.shared_down.scale,
+            self.limit,
+            self.quantise,
+            self.impl,
+        )

@@ -1,0 +1,60 @@
+"""Residual copies (mHC): the coefficients of a sub-layer, the collapse into its input, the expansion of its output.
+
+    x      = copies of a row, concatenated                                   [M*D]
+    z      = (fn @ x) / rms(x)                                               [(2 + M)*M]
+    pre    = sigmoid(scale_0 z[:M] + base[:M]) + eps                         [M]
+    post   = 2 sigmoid(scale_1 z[M:2M] + base[M:2M])                         [M]
+    comb   = Sinkhorn(scale_2 z[2M:] + base[2M:])   rows, then columns       [M, M]
+    collapse(streams, pre)               = sum_j pre_j streams_j
+    expand(y, streams, post, comb)_k     = post_k y + sum_j comb_jk streams_j
+
+The coefficients are staggered: a sub-layer is fed by the previous sub-layer's `pre` (spec/model.md 3.1).
+
+T token rows, M residual copies, D hidden size. All coefficients are float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv41.ops.library import declare
+
+
+def _coefficients_fake(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    sweeps: int,
+    eps: float,
+    norm_eps: float,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, copies, _ = streams.shape
+    pre = streams.new_empty((rows, copies), dtype=torch.float32)
+    return pre, torch.empty_like(pre), streams.new_empty((rows, copies, copies), dtype=torch.float32)
+
+
+def _collapse_fake(streams: Tensor, pre: Tensor, impl: str) -> Tensor:
+    return streams.new_empty((streams.shape[0], streams.shape[2]))
+
+
+def _expand_fake(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, impl: str) -> Tensor:
+    return streams.new_empty(streams.shape)
+
+
+hyper_coefficients = declare(
+    "hyper",
+    "hyper_coefficients(Tensor streams, Tensor fn, Tensor base, Tensor scale, int sweeps, float eps, float norm_eps,"
+    " str impl) -> (Tensor, Tensor, Tensor)",
+    fake=_coefficients_fake,
+)
+hyper_collapse = declare(
+    "hyper", "hyper_collapse(Tensor streams, Tensor pre, str impl) -> Tensor", fake=_collapse_fake
+)
+hyper_expand = declare(
+    "hyper",
+    "hyper_expand(Tensor y, Tensor streams, Tensor post, Tensor comb, str impl) -> Tensor",
+    fake=_expand_fake,
+)

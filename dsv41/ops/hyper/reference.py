@@ -1,0 +1,52 @@
+"""Residual copies in plain PyTorch: fp32 inside, one rounding on every stored value."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv41.ops.arithmetic import exact_matmul
+
+
+def why_not(hardware: object, record: str | None) -> str | None:
+    return None
+
+
+def sinkhorn(logits: Tensor, sweeps: int, eps: float) -> Tensor:
+    """Row softmax, then `sweeps` column normalisations with a row normalisation between each two. [..., M, M]"""
+    comb = torch.exp(logits - logits.amax(-1, keepdim=True))
+    comb = comb / comb.sum(-1, keepdim=True) + eps
+    comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    for _ in range(sweeps - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    return comb
+
+
+def split_mixes(
+    mixes: Tensor, base: Tensor, scale: Tensor, copies: int, sweeps: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The raw mixes [T, (2 + M)*M] -> pre [T, M], post [T, M], comb [T, M, M]."""
+    pre_z, post_z, comb_z = mixes.split((copies, copies, copies * copies), dim=-1)
+    pre_b, post_b, comb_b = base.split((copies, copies, copies * copies))
+    pre = torch.sigmoid(scale[0] * pre_z + pre_b) + eps
+    post = 2 * torch.sigmoid(scale[1] * post_z + post_b)
+    comb = sinkhorn((scale[2] * comb_z + comb_b).unflatten(-1, (copies, copies)), sweeps, eps)
+    return pre, post, comb
+
+
+def hyper_coefficients(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, sweeps: int, eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    flat = streams.flatten(1).float()
+    mixes = exact_matmul(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
+    return split_mixes(mixes, base, scale, streams.shape[1], sweeps, eps)
+
+
+def hyper_collapse(streams: Tensor, pre: Tensor) -> Tensor:
+    return (streams.float() * pre.unsqueeze(-1)).sum(1).to(streams.dtype)
+
+
+def hyper_expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    kept = (comb.unsqueeze(-1) * streams.float().unsqueeze(2)).sum(1)  # [T, M, D], summed over the row index j
+    return (post.unsqueeze(-1) * y.float().unsqueeze(1) + kept).to(streams.dtype)

@@ -1,0 +1,47 @@
+"""Matrix products with the release's stored weights.
+
+    linear_fp8     y = quantise(x) @ (weight * scale)^T    weight e4m3 with one e8m0 scale per 32x32 tile; the input is
+                   quantised per row and 32 columns when `quantise` (W8A8), otherwise used as it is
+    linear         y = x @ weight^T                        bf16 or fp32 weight, no quantisation, any output dtype
+    grouped_output z_g = weight_g @ unrotate(o)_g          the inverse rotation, then one low-rank product per group of
+                   heads; the fp8 weight is used dequantised and the input is not quantised
+
+T token rows, K input and N output features, H heads, d head dimension, G groups, O rank of a group, r rotated
+channels. Accumulation is fp32 or better; the result is rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv41.ops.library import declare
+
+
+def _linear_fp8_fake(x: Tensor, weight: Tensor, scale: Tensor, quantise: bool, impl: str) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _linear_fake(x: Tensor, weight: Tensor, dtype: torch.dtype, impl: str) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
+
+
+def _grouped_output_fake(
+    o: Tensor, cos_sin: Tensor, weight: Tensor, scale: Tensor, groups: int, impl: str
+) -> Tensor:
+    return o.new_empty((o.shape[0], weight.shape[0]))
+
+
+linear_fp8 = declare(
+    "linear",
+    "linear_fp8(Tensor x, Tensor weight, Tensor scale, bool quantise, str impl) -> Tensor",
+    fake=_linear_fp8_fake,
+)
+linear = declare(
+    "linear", "linear(Tensor x, Tensor weight, ScalarType dtype, str impl) -> Tensor", fake=_linear_fake
+)
+grouped_output = declare(
+    "linear",
+    "grouped_output(Tensor o, Tensor cos_sin, Tensor weight, Tensor scale, int groups, str impl) -> Tensor",
+    fake=_grouped_output_fake,
+)

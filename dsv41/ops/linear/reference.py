@@ -1,0 +1,28 @@
+"""Matrix products in plain PyTorch, accumulated in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv41.ops import records
+from dsv41.ops.arithmetic import exact_matmul, rotate
+
+
+def why_not(hardware: object, record: str | None) -> str | None:
+    return None
+
+
+def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, quantise: bool) -> Tensor:
+    x_q = records.round_trip(x, "fp8_32") if quantise else x
+    return exact_matmul(x_q, records.dequantise_fp8_weight(weight, scale)).to(x.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return exact_matmul(x, weight).to(dtype)
+
+
+def grouped_output(o: Tensor, cos_sin: Tensor, weight: Tensor, scale: Tensor, groups: int) -> Tensor:
+    turned = rotate(o, cos_sin, inverse=True).reshape(o.shape[0], groups, -1).transpose(0, 1)  # [G, T, d*H/G]
+    per_group = records.dequantise_fp8_weight(weight, scale).unflatten(0, (groups, -1))  # [G, O, d*H/G]
+    return exact_matmul(turned, per_group).to(o.dtype).transpose(0, 1).flatten(1)

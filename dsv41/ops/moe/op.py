@@ -1,0 +1,71 @@
+"""Mixture of experts: choose, weigh, run.
+
+    s        = sqrt(softplus(gate @ x))                        fp32                                   [T, E]
+    chosen   = the k largest s + bias, ties to the smaller id  (image_bias replaces bias on image rows)
+    weight_i = route_scale * s_i / (sum over chosen s + 1e-20)
+    expert(x, g) = w2 @ (silu(min(w1 @ x, limit)) * clamp(w3 @ x, -limit, limit) * g)
+    y        = sum over chosen expert_i(x, weight_i) + shared(x)
+
+The bias chooses and never weighs; the routing weight enters before w2 and its input quantisation (spec/model.md 5).
+Rows that are not `valid` choose id -1 with weight 0 and get 0 from the routed experts.
+
+T token rows, D hidden size, E experts, k chosen experts, I expert width. `gate_up` joins w1 and w3: packed e2m1
+[E, 2I, D/2] with e8m0 scales [E, 2I, D/32]; `down` is w2: [E, D, I/2], [E, D, I/32]. The shared expert is fp8 with
+32x32 scales: [2I, D] and [D, I].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv41.ops.library import declare
+
+
+def _route_fake(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    image_bias: Tensor,
+    is_image: Tensor,
+    valid: Tensor,
+    top_k: int,
+    route_scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[0], top_k)
+    return x.new_empty(shape, dtype=torch.int32), x.new_empty(shape, dtype=torch.float32)
+
+
+def _experts_fake(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    shared_gate_up: Tensor,
+    shared_gate_up_scale: Tensor,
+    shared_down: Tensor,
+    shared_down_scale: Tensor,
+    limit: float,
+    quantise: bool,
+    impl: str,
+) -> Tensor:
+    return torch.empty_like(x)
+
+
+route = declare(
+    "moe",
+    "route(Tensor x, Tensor gate, Tensor bias, Tensor image_bias, Tensor is_image, Tensor valid, int top_k,"
+    " float route_scale, str impl) -> (Tensor, Tensor)",
+    fake=_route_fake,
+)
+experts = declare(
+    "moe",
+    "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor gate_up_scale, Tensor down,"
+    " Tensor down_scale, Tensor shared_gate_up, Tensor shared_gate_up_scale, Tensor shared_down,"
+    " Tensor shared_down_scale, float limit, bool quantise, str impl) -> Tensor",
+    fake=_experts_fake,
+)

@@ -1,0 +1,145 @@
+"""Build a model from a checkpoint directory, or from a preset with stand-in weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from dsv41 import backends as backend_table
+from dsv41.backends import Backends
+from dsv41.config import EngineConfig, ModelConfig, Numerics
+from dsv41.hardware import Hardware, detect
+from dsv41.model.decoder import Decoder
+from dsv41.model.layout import CacheLayout, build_layout
+from dsv41.model.plan import LayerPlan, build_plan
+from dsv41.model.weights import LoadReport, default_token_map, init_dummy, load_weights
+from dsv41.presets import preset
+from dsv41.runner.tokenizer import Tokenizer
+
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """Everything about a model that needs no weights and no device memory."""
+
+    source: str  # what a person named: a directory or a preset
+    directory: Path | None
+    config: ModelConfig
+    plan: tuple[LayerPlan, ...]
+    hardware: Hardware
+    backends: Backends
+    layout: CacheLayout
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded model. `report` is None for stand-in weights."""
+
+    blueprint: Blueprint
+    decoder: Decoder
+    tokenizer: Tokenizer | None
+    report: LoadReport | None
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.blueprint.config
+
+    @property
+    def plan(self) -> tuple[LayerPlan, ...]:
+        return self.blueprint.plan
+
+    @property
+    def backends(self) -> Backends:
+        return self.blueprint.backends
+
+    @property
+    def layout(self) -> CacheLayout:
+        return self.blueprint.layout
+
+    @property
+    def device(self) -> str:
+        return self.blueprint.hardware.device
+
+
+def blueprint(
+    model: str | None = None,
+    *,
+    preset_name: str | None = None,
+    overrides: Iterable[str] = (),
+    numerics: str = "bf16",
+    device: str = "auto",
+    backends: str | None = None,
+    page_tokens: int = 64,
+) -> Blueprint:
+    """Resolve a checkpoint directory, or a preset by name, into a checked plan.
+
+    Raises ValueError for a config, override, device or backend that cannot work, FileNotFoundError for a directory
+    without a config.json.
+    """
+    if model is not None and preset_name is not None:
+        raise ValueError("--model and --preset exclude each other")
+    source = model or preset_name or "tiny"
+    config = ModelConfig.load(source) if model is not None else preset(source)
+    config = config.with_overrides(overrides)
+    if numerics not in [choice.value for choice in Numerics]:
+        raise ValueError(f"--numerics {numerics} is not one of {', '.join(n.value for n in Numerics)}")
+    config = replace(config, numerics=Numerics(numerics))
+    hardware = detect(device)
+    chosen = backend_table.select(hardware, config.numerics, backends)
+    plan = build_plan(config)
+    return Blueprint(
+        source=source,
+        directory=Path(model) if model is not None else None,
+        config=config,
+        plan=plan,
+        hardware=hardware,
+        backends=chosen,
+        layout=build_layout(config, plan, chosen, page_tokens),
+    )
+
+
+def load(
+    blueprint: Blueprint,
+    *,
+    load_format: str = "auto",
+    seed: int = 0,
+    engine: EngineConfig | None = None,
+    features: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Model:
+    """Allocate the decoder on the blueprint's device and fill it: from the checkpoint if there is one and
+    `load_format` is "auto", otherwise with stand-in weights of the same formats.
+
+    Raises CheckpointError for a checkpoint that is not the one its config describes.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"--load-format {load_format} is not one of {', '.join(LOAD_FORMATS)}")
+    tables = (engine or EngineConfig()).engram_tables
+    config, directory = blueprint.config, blueprint.directory
+    from_files = directory is not None and load_format == "auto"
+    tokenizer = Tokenizer.load(directory) if directory is not None else None
+    with torch.device(blueprint.hardware.device):
+        decoder = Decoder(
+            config,
+            blueprint.plan,
+            blueprint.layout,
+            blueprint.backends,
+            own_tables=not from_files or tables == "device",
+            features=features,
+        )
+    decoder.eval()
+    token_map = None
+    if config.engram.layers:
+        token_map = tokenizer.engram_token_map(config) if tokenizer is not None else default_token_map(config)
+    if from_files:
+        assert directory is not None
+        report = load_weights(
+            decoder, config, directory, token_map=token_map, tables=tables, progress=progress
+        )
+        return Model(blueprint, decoder, tokenizer, report)
+    init_dummy(decoder, config, seed, token_map=token_map)
+    return Model(blueprint, decoder, tokenizer, None)
