@@ -207,7 +207,7 @@ class ModelConfig:
             ValueError: an unknown key (close matches are named), a wrong type, or a rule the result breaks.
         """
         values, numerics, ratios_given = self.values(), self.numerics, False
-        for key, value in released.parse_overrides(overrides).items():
+        for key, value in released.parse_overrides(overrides):
             if key == "numerics":
                 numerics = _numerics(value)
             elif key in ("vision", "vision_config") and value is None:
@@ -234,7 +234,8 @@ class ModelConfig:
         Raises:
             ValueError: the first broken rule, with the released key, the layer if any, and the value.
         """
-        for sentence in rules.broken(self):
+        sentence = next(rules.broken(self), None)
+        if sentence is not None:
             raise ValueError(sentence)
 
 
@@ -280,11 +281,6 @@ class EngineConfig:
             )
         if type(self.deterministic) is not bool:
             raise ValueError(f"deterministic is {self.deterministic!r}, but must be true or false")
-        if self.max_batch_tokens < self.max_requests:
-            raise ValueError(
-                f"max_batch_tokens is {self.max_batch_tokens}, but max_requests {self.max_requests} "
-                "need one row each"
-            )
         if model is not None and self.max_context_tokens > model.max_tokens:
             raise ValueError(
                 f"max_context_tokens is {self.max_context_tokens}, but the model ends at {model.max_tokens} "

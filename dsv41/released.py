@@ -216,17 +216,17 @@ def resolve(key: str) -> str:
     raise ValueError(f"unknown config key {key!r}{hint}")
 
 
-def parse_overrides(overrides: str | Iterable[str]) -> dict[str, Any]:
-    """Flat changes from `key=value` strings (JSON values, else strings) and JSON objects; a later one wins.
+def parse_overrides(overrides: str | Iterable[str]) -> list[tuple[str, Any]]:
+    """Flat changes from `key=value` strings (JSON values, else strings) and JSON objects, in order.
 
     Raises:
         ValueError: an item is neither.
     """
-    changes: dict[str, Any] = {}
+    changes: list[tuple[str, Any]] = []
     for item in [overrides] if isinstance(overrides, str) else overrides:
         if item.lstrip().startswith("{"):
             try:
-                changes.update(flatten(json.loads(item)))
+                changes.extend(flatten(json.loads(item)).items())
             except ValueError as error:
                 raise ValueError(f"override {item!r} is not valid JSON: {error}") from error
             continue
@@ -237,5 +237,5 @@ def parse_overrides(overrides: str | Iterable[str]) -> dict[str, Any]:
             value = json.loads(text)
         except ValueError:  # a bare word
             value = text.strip()
-        changes.update(flatten({key.strip(): value}))
+        changes.extend(flatten({key.strip(): value}).items())
     return changes

@@ -296,7 +296,8 @@ def _read_directory(directory: Path) -> dict[str, _Entry]:
     for file in first_tensor:
         for name, entry in _read_header(directory / file).items():
             if index.get(name) != file:
-                raise CheckpointError(f"{entry.path}: tensor {name!r} is here, but not in {INDEX_FILE}")
+                claim = f"{INDEX_FILE} says {index.get(name, 'nothing of it')}"
+                raise CheckpointError(f"{entry.path}: tensor {name!r} is here, but {claim}")
             entries[name] = entry
     for name, file in index.items():
         if name not in entries:

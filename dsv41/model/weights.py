@@ -68,10 +68,10 @@ class LoadReport:
     skipped: tuple[TensorSpec, ...]  # of the parts that the caller declared unused
 
     def __str__(self) -> str:
-        lines = [f"{self.num_tensors} tensors, {self.num_bytes / 1e9:.2f} GB in {self.seconds:.1f} s"]
+        lines = [f"{self.num_tensors} tensors, {self.num_bytes / 1e6:,.1f} MB in {self.seconds:.1f} s"]
         for part in sorted({spec.part for spec in self.skipped}):
             sizes = [spec.num_bytes for spec in self.skipped if spec.part == part]
-            lines.append(f"{len(sizes)} {part} tensors, {sum(sizes) / 1e9:.2f} GB not used")
+            lines.append(f"{len(sizes)} {part} tensors, {sum(sizes) / 1e6:,.1f} MB not used")
         return "; ".join(lines)
 
 
@@ -342,8 +342,16 @@ def _dummy_values(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> D
         return lambda n, g: torch.empty(n, device=g.device).normal_(mean, deviation, generator=g)
     if not name.endswith("scale"):
         return _random_bytes  # packed FP4: every byte is two legal codes
-    center = _scale_center(name, tensors)
-    return lambda n, g: torch.randint(center - 1, center + 2, (n,), generator=g, device=g.device)
+    exponent = _scale_exponent(name, tensors)
+    floor = math.floor(exponent)
+    # 2^floor and 2^(floor + 1), mixed so that their mean square is that of 2^exponent.
+    share = (4 ** (exponent - floor) - 1) / 3
+
+    def scale_bytes(n: int, g: torch.Generator) -> Tensor:
+        spread = torch.randint(-1, 2, (n,), generator=g, device=g.device)
+        return 127 + floor + spread + (torch.rand(n, generator=g, device=g.device) < share)
+
+    return scale_bytes
 
 
 def _float_moments(name: str, tensor: Tensor) -> tuple[float, float]:
@@ -353,14 +361,14 @@ def _float_moments(name: str, tensor: Tensor) -> tuple[float, float]:
     return FLOATS.get(leaf, (0.0, tensor.shape[-1] ** -0.5))
 
 
-def _scale_center(name: str, tensors: Mapping[str, Tensor]) -> int:
-    """The scale byte that gives a matrix the deviation gain / sqrt(fan_in), within a factor sqrt(2)."""
+def _scale_exponent(name: str, tensors: Mapping[str, Tensor]) -> float:
+    """The power of two that gives a quantised matrix the deviation gain / sqrt(fan_in)."""
     weight = f"{name[: -len('.scale')]}.weight" if name.endswith(".scale") else name.removesuffix("_scale")
     packed = tensors[weight].dtype == torch.uint8
     fan_in = tensors[weight].shape[-1] * (2 if packed else 1)
     gain = next((gain for suffix, gain in GAINS.items() if weight.endswith(suffix)), 1.0)
     deviation = 1.0 if weight.endswith("engram.table") else gain * fan_in**-0.5
-    return round(127 + math.log2(deviation / (SCALE_SPREAD_RMS * (E2M1_RMS if packed else E4M3_RMS))))
+    return math.log2(deviation / (SCALE_SPREAD_RMS * (E2M1_RMS if packed else E4M3_RMS)))
 
 
 def _random_bytes(num: int, generator: torch.Generator) -> Tensor:

@@ -2,12 +2,11 @@
 
 The only definition of how a value becomes bytes. Kernels are tested against it and may take their address
 arithmetic from `regions`. Sources: spec/model.md 2.1 and 4 (arithmetic), spec/runtime.md 1.1 (bytes).
+Plain torch without data-dependent control flow or host tables: it traces, and it may be captured.
 
     e8m0   unsigned power of two, byte b is 2^(b - 127), 255 is NaN
     e4m3   torch.float8_e4m3fn: 448 is the largest value, 0x7f and 0xff are NaN, no infinity
     e2m1   four bits: 0 .5 1 1.5 2 3 4 6 and bit 3 for the sign; two to a byte, the even element low
-
-Plain torch without data-dependent control flow or host tables: it traces, and it may be captured.
 
 Non-finite inputs stay in their own block. NaN makes its block NaN in every format. Infinity does so where the
 scale is a power of two, and saturates to 2688 in NVFP4. A value above 3e38 may round up to infinity.
@@ -104,7 +103,7 @@ def _scale_pow2(x: Tensor, block: int, floor: float, reciprocal_max: float) -> t
 
 
 def _to_e4m3(x: Tensor) -> Tensor:
-    """RNE with saturation; torch's cast alone makes NaN above 464."""
+    """RNE with saturation; the cast alone makes NaN above 464 in torch 2.11 and saturates in 2.13."""
     return x.to(torch.float32).clamp(-448.0, 448.0).to(E4M3)
 
 
@@ -143,11 +142,10 @@ def quantise_nvfp4(x: Tensor, block: int = 16) -> tuple[Tensor, Tensor]:
     The scale may round down, so a block's largest value may be clamped. Quantise once: where amax is 9 to 10
     times 2^-9, and only there, a second round trip moves values (the scale 2 * 2^-9 becomes 2^-9).
     """
-    # Inductor's Triton fp32 division may be 2 ulp off, which moves ties. A float64 quotient rounded to fp32
-    # is the correctly rounded fp32 quotient on every backend, as 53 >= 2 * 24 + 2.
+    # Through float64: the IEEE fp32 quotient (53 >= 2 * 24 + 2) also where Inductor's fp32 `/` is 2 ulp off.
     blocks = _blocks(x, block).to(torch.float64)
     scale = _to_e4m3(blocks.abs().amax(dim=-1).clamp(min=NVFP4_FLOOR) / 6.0)
-    codes = e2m1_encode((blocks / scale.to(torch.float64).unsqueeze(-1)).to(torch.float32))
+    codes = e2m1_encode((blocks / scale.to(torch.float32).unsqueeze(-1)).to(torch.float32))
     return codes.flatten(-2), scale.view(torch.uint8)
 
 
@@ -256,8 +254,7 @@ def _part_bytes(record: Record, dim: int, rope_dim: int) -> tuple[int, int]:
     width = dim - rope_dim if record.keeps_rope else dim
     multiple = quantiser.block or 4  # one scale a vector: its fp32 must stay aligned behind the data
     if width <= 0 or width % multiple:
-        part = "nope width" if record.keeps_rope else "width"
-        raise ValueError(f"{record.name} needs a {part} that is a multiple of {multiple}, got {width}.")
+        raise ValueError(f"{record.name} quantises a multiple of {multiple} values, not {width}.")
     data_bytes = width * quantiser.code_bits // 8
     scale_bytes = width // (quantiser.block or width) * (4 if record.fp32_scales else 1)
     if record.keeps_rope:

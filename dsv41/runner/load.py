@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dsv41 import backends as backend_table
 from dsv41.backends import Backends
 from dsv41.config import EngineConfig, ModelConfig, Numerics
+from dsv41.graphs.module import CompiledModule
 from dsv41.hardware import Hardware, detect
 from dsv41.model.decoder import Decoder
 from dsv41.model.layout import CacheLayout, build_layout
@@ -143,3 +145,24 @@ def load(
         return Model(blueprint, decoder, tokenizer, report)
     init_dummy(decoder, config, seed, token_map=token_map)
     return Model(blueprint, decoder, tokenizer, None)
+
+
+def compiled(
+    model_or_preset: str,
+    *,
+    inner: str = "inductor",
+    load_format: str = "auto",
+    seed: int = 0,
+    **choices: Any,
+) -> CompiledModule:
+    """The decoder of a checkpoint directory or a preset as one compiled callable.
+
+    `choices` are those of `blueprint`: overrides, numerics, device, backends, page_tokens. The result is called with a
+    step and its caches (`dsv41.Engine` makes both); `.plan`, `.segments`, `.backends` and `.decoder` are readable.
+    Raises what `blueprint` and `load` raise.
+    """
+    source: dict[str, Any] = (
+        {"model": model_or_preset} if Path(model_or_preset).is_dir() else {"preset_name": model_or_preset}
+    )
+    model = load(blueprint(**source, **choices), load_format=load_format, seed=seed)
+    return CompiledModule(model.decoder, inner)

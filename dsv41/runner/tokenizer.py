@@ -20,7 +20,7 @@ LONE_SPACE = "\ue000"  # stands for " " while Strip runs
 
 
 class Tokenizer:
-    """The tokenizer of a model directory. Prompts are token ids or plain text: no chat template is applied."""
+    """The tokenizer of a model directory. Text is encoded as it is: no chat template is applied."""
 
     def __init__(self, fast: Any) -> None:
         self._fast = fast  # transformers.PreTrainedTokenizerFast
@@ -45,7 +45,7 @@ class Tokenizer:
         return self._fast.eos_token_id
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """Token ids of `text`. Special tokens written out in it are recognised, so its own BOS is not doubled."""
+        """Token ids of `text`. Special tokens spelled out in it are recognised, so a BOS is not doubled."""
         ids: list[int] = self._fast.encode(text, add_special_tokens=False)
         if add_bos and self.bos is not None and ids[:1] != [self.bos]:
             ids.insert(0, self.bos)
@@ -58,15 +58,16 @@ class Tokenizer:
     def engram_token_map(self, config: ModelConfig) -> Tensor:
         """Compressed id of every token, int64 [V] (spec/model.md, 6.1). Half a second for 129,280 ids.
 
-        Tokens whose texts differ only in case, accents, width or kind of white space share an id. Ids count up in
-        the order of first appearance.
+        Tokens whose texts differ only in case, accents, width or kind of white space share an id. They count
+        up in the order of first appearance.
 
-        Raises ValueError when the number of distinct ids is not what the config says. All multipliers follow from
-        that number, so another tokenizer revision would read unrelated rows.
+        Raises ValueError when the number of distinct ids is not what the config says. All multipliers follow
+        from that number, so another tokenizer revision would read unrelated rows.
         """
         backend = self._fast.backend_tokenizer
         normalise = _normaliser()
-        texts = backend.decode_batch([[token] for token in range(config.vocab_size)], skip_special_tokens=False)
+        tokens = [[token] for token in range(config.vocab_size)]
+        texts = backend.decode_batch(tokens, skip_special_tokens=False)
         compressed: dict[str, int] = {}
         ids = []
         for token, text in enumerate(texts):
@@ -75,8 +76,8 @@ class Tokenizer:
         expected = config.engram.compressed_vocab
         if len(compressed) != expected:
             raise ValueError(
-                f"the tokenizer's {config.vocab_size} tokens compress to {len(compressed)} ids, but the config's "
-                f"engram_compressed_vocab_size is {expected}: this is not the tokenizer the model was trained with"
+                f"the tokenizer's {config.vocab_size} tokens compress to {len(compressed)} ids, but "
+                f"engram_compressed_vocab_size is {expected}: the model was trained with another tokenizer"
             )
         return torch.tensor(ids, dtype=torch.int64)
 

@@ -1,0 +1,52 @@
+"""The only `torch.compile`, and the Inductor settings with a reason each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+INNER = ("inductor", "aot_eager", "eager")
+
+# What Inductor is told, and why.
+INDUCTOR_OPTIONS: dict[str, Any] = {
+    # Generated shape, stride and scalar checks cost about 2 ms a forward on a graph of 40 layers; fakes and tests
+    # of every op already hold them.
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "scalar_asserts": False,
+}
+
+
+def inner_compiler(name: str) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
+    """The compiler of one segment: "inductor", or "aot_eager" / "eager" to study the graph without code generation.
+
+    Raises ValueError for another name.
+    """
+    if name not in INNER:
+        raise ValueError(f"inner compiler '{name}' is not one of {', '.join(INNER)}")
+    if name == "inductor":
+        from torch._inductor.compile_fx import compile_fx  # imported late: it loads the code generators
+
+        return lambda graph, inputs: compile_fx(graph, inputs, config_patches=INDUCTOR_OPTIONS)
+    return torch._dynamo.lookup_backend(name)
+
+
+def compile_whole(
+    function: Callable[..., Any], backend: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Trace `function` as one graph without breaks and give it to `backend`.
+
+    `dynamic=False` leaves every dimension fixed that the caller did not mark: automatic dynamism would turn the page
+    table's or a cache's size into a symbol on its second value and compile again.
+    """
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+
+
+def mark_rows(tensors: list[torch.Tensor]) -> None:
+    """Mark the first dimension of a step's row tensors as the one that changes. Size 1 is its own compile."""
+    for tensor in tensors:
+        if tensor.shape[0] > 1:
+            torch._dynamo.mark_dynamic(tensor, 0)

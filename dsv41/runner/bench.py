@@ -1,0 +1,384 @@
+"""Speed of prefill and decode through the engine, next to what the machine could do.
+
+Correctness first: before a number is shown, the measured callable must agree with the eager reference on the same
+inputs. The roof (read bandwidth, matmul rate) is measured in the same run, because another day differs.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from statistics import quantiles
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv41.backends import FAMILIES
+from dsv41.config import EngineConfig
+from dsv41.graphs.module import CompiledModule
+from dsv41.model.caches import KVCaches
+from dsv41.model.costs import Span, StepCost, Weights, step_cost, weights_by_part
+from dsv41.model.decoder import Decoder
+from dsv41.model.inputs import StepInputs, StepOutput
+from dsv41.runner.engine import Engine
+from dsv41.runner.load import Model
+from dsv41.runner.request import SamplingParams
+
+Run = Callable[[StepInputs, KVCaches], StepOutput]
+Say = Callable[[str], None]
+
+MODES = ("eager", "compile")
+STEP_TOKENS = 4096  # most rows of one step
+# Worst row of rms(difference) / std(reference). Without quantisers only the order of sums differs. With them one ulp
+# can move a code, and codes move rows: valid builds of the release differ by up to 0.21 (golden/README.md, 5).
+PARITY_LIMIT = {True: 0.28, False: 2e-5}
+
+
+class ParityError(RuntimeError):
+    """The measured callable does not compute what the reference computes."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What to measure: prefill of every (batch, prompt_len), decode of every (batch, depth, gen_len), in every mode."""
+
+    batch: tuple[int, ...] = (1, 4)
+    prompt_len: tuple[int, ...] = (64,)
+    depth: tuple[int, ...] = (64,)  # tokens in the cache before the first measured step
+    gen_len: tuple[int, ...] = (8,)
+    mode: tuple[str, ...] = MODES
+    repeat: int = 3
+    warmup: int = 1
+    scenario: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "prompt_len", "depth", "gen_len"):
+            wrong = next((value for value in getattr(self, name) if type(value) is not int or value < 1), None)
+            if wrong is not None:
+                raise ValueError(f"bench: {name} holds {wrong!r}, but must hold integers of at least 1")
+        unknown = next((mode for mode in self.mode if mode not in MODES), None)
+        if unknown is not None:
+            raise ValueError(f"bench: mode {unknown!r} is not one of {', '.join(MODES)}")
+        if self.repeat < 1 or self.warmup < 0:
+            raise ValueError("bench: repeat must be at least 1 and warmup at least 0")
+        if not (self.mode and list(self.cases())):
+            raise ValueError("bench: nothing to measure; give a mode, a batch, and a prompt_len or a depth and gen_len")
+
+    def cases(self) -> Iterator[Case]:
+        """Every measurement of one mode."""
+        for batch in self.batch:
+            for length in self.prompt_len:
+                yield Case("prefill", batch, length, 0)
+            for depth in self.depth:
+                for length in self.gen_len:
+                    yield Case("decode", batch, depth, length)
+
+
+class Case(NamedTuple):
+    """`context` is the prompt of a prefill, the depth of a decode."""
+
+    kind: str
+    batch: int
+    context: int
+    gen_len: int
+
+    @property
+    def lead(self) -> int:
+        """Steps that prefilling takes: an early request decodes while the last ones still prefill."""
+        return -(-self.batch * self.context // STEP_TOKENS)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.gen_len + self.lead if self.kind == "decode" else 1
+
+
+def load_scenario(path: Path) -> tuple[str, Workload]:
+    """The preset and the workload of a scenario file. Raises ValueError for anything else than a scenario."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
+    content["scenario"] = content.pop("name", path.stem)
+    content.pop("about", None)
+    preset = content.pop("preset", None)
+    if not isinstance(preset, str):
+        raise ValueError(f"{path} names no preset")
+    known = {item.name for item in fields(Workload)}
+    unknown = next((key for key in content if key not in known), None)
+    if unknown is not None:
+        raise ValueError(f"{path}: unknown key {unknown!r}; there are name, about, preset, {', '.join(sorted(known))}")
+    lists = ("batch", "prompt_len", "depth", "gen_len", "mode")
+    wrong = next((key for key in lists if key in content and not isinstance(content[key], list)), None)
+    if wrong is not None:
+        raise ValueError(f"{path}: {wrong} must be a list")
+    return preset, Workload(**{k: tuple(v) if isinstance(v, list) else v for k, v in content.items()})
+
+
+def capacity(workload: Workload, seed: int) -> EngineConfig:
+    """One engine size for the whole run: the shapes of caches and page table stay, so nothing compiles twice."""
+    cases = list(workload.cases())
+    return EngineConfig(
+        max_batch_tokens=max(min(STEP_TOKENS, case.batch * case.context) for case in cases),
+        max_requests=max(max(workload.batch), 2),
+        max_context_tokens=max(case.context + case.max_tokens for case in cases),
+        seed=seed,
+    )
+
+
+# -- the roof ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Roof:
+    bytes_per_second: float
+    flops_per_second: float
+
+
+def measure_roof(device: str, dtype: torch.dtype) -> Roof:
+    """A streaming sum over a buffer several times the last cache, and a square matmul; medians, under two seconds."""
+    gpu = device != "cpu"
+    buffer = torch.ones((1 << 30) if gpu else (1 << 26), dtype=torch.int32, device=device)
+    size = 8192 if gpu else 512
+    matrix = torch.ones((size, size), dtype=dtype, device=device)
+    read = _median_seconds(lambda: buffer.sum(dtype=torch.int32), device)
+    multiply = _median_seconds(lambda: matrix @ matrix, device)
+    return Roof(buffer.numel() * 4 / read, 2 * size**3 / multiply)
+
+
+def _median_seconds(work: Callable[[], Tensor], device: str, repeat: int = 5) -> float:
+    samples = []
+    for _ in range(repeat + 1):
+        started = time.perf_counter()
+        work()
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        samples.append(time.perf_counter() - started)
+    return sorted(samples[1:])[repeat // 2]
+
+
+# -- parity --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The worst row of the comparison that comes before the numbers."""
+
+    rows: int
+    worst_row: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.worst_row <= self.limit
+
+
+def row_error(logits: Tensor, reference: Tensor) -> Tensor:
+    """Per row: rms(difference) / std(reference). [n, V] -> [n]; not finite anywhere gives NaN."""
+    return (logits.double() - reference.double()).square().mean(-1).sqrt() / reference.double().std(-1)
+
+
+def reference_run(model: Model) -> Run:
+    """The eager decoder on the reference implementations, over the model's own weights and record formats."""
+    names = {family: "reference" for family in FAMILIES}
+    backends = replace(model.backends, **names)
+    if backends == model.backends:
+        return model.decoder
+    with torch.device("meta"):
+        twin = Decoder(model.config, model.plan, model.layout, backends, features=model.decoder.return_features)
+    twin.load_state_dict(model.decoder.state_dict(), assign=True)
+    twin.plain_frequencies, twin.yarn_frequencies = (
+        model.decoder.plain_frequencies,
+        model.decoder.yarn_frequencies,
+    )
+    return twin.eval()
+
+
+@torch.inference_mode()
+def compare(model: Model, engine: EngineConfig, measured: Run, reference: Run) -> Parity:
+    """The same three steps on both sides: a prefill of two requests, a mixed step, a decode."""
+    window = model.config.window_tokens
+    long = min(window + 3, engine.max_context_tokens - 3, engine.max_batch_tokens - 1)
+    prompts = [random_tokens(long + 2, model, 1), random_tokens(4, model, 2)]
+    schedule = [((0, long),), ((0, 1), (1, 3)), ((0, 1), (1, 1))]
+    errors = []
+    sides = [Engine(model, engine, run) for run in (measured, reference)]
+    for side in sides:
+        for tokens in prompts:
+            side.add(tokens, SamplingParams(max_tokens=1))
+    for step in schedule:
+        logits = [_feed(side, step) for side in sides]
+        errors.append(row_error(*logits))
+    worst = torch.cat(errors)
+    return Parity(len(worst), float(worst.max()), PARITY_LIMIT[model.config.numerics.quantised])
+
+
+def _feed(engine: Engine, step: Sequence[tuple[int, int]]) -> Tensor:
+    """Logits of all rows of a step that computes the next `count` tokens of the running requests named by number."""
+    scheduled = [(engine.running[number], count) for number, count in step]
+    output = engine.run(engine.step_inputs(scheduled), engine.caches)
+    for request, count in scheduled:
+        request.num_computed += count
+    return engine.model.decoder.logits(output.hidden)
+
+
+# -- measuring -----------------------------------------------------------------------------------------------
+
+
+def random_tokens(count: int, model: Model, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, model.config.vocab_size, (count,), generator=generator).tolist()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed piece of work: a whole prefill, or one decode step. `spans` lists the requests of every step in it."""
+
+    seconds: float
+    spans: tuple[tuple[Span, ...], ...]
+
+
+def _timed_step(engine: Engine) -> Sample:
+    """One step, timed from the host. Sampling reads the logits, so the device has finished when it returns."""
+    spans = tuple(Span(request.num_computed, count) for request, count in engine.schedule())
+    started = time.perf_counter()
+    touched = engine.step()
+    seconds = time.perf_counter() - started
+    fault = next((request.error for request in touched if request.error), None)
+    if fault:
+        raise RuntimeError(f"bench: {fault}")
+    return Sample(seconds, (spans,))
+
+
+def _run_case(engine: Engine, case: Case, seed: int) -> list[Sample]:
+    """One repetition: fill the engine, prefill, then decode; the samples of the kind that is asked for."""
+    params = SamplingParams(max_tokens=case.max_tokens, ignore_eos=True)
+    for number in range(case.batch):
+        engine.add(random_tokens(case.context, engine.model, seed + number), params)
+    prefill = []
+    while any(request.num_uncomputed > 1 for request in engine.running):
+        prefill.append(_timed_step(engine))
+    if case.kind == "prefill":
+        while engine.running:  # only prompts of one token
+            prefill.append(_timed_step(engine))
+        spans = tuple(span for sample in prefill for span in sample.spans)
+        return [Sample(sum(sample.seconds for sample in prefill), spans)]
+    samples = [_timed_step(engine) for _ in range(case.gen_len)]
+    while engine.running:  # those whose prefill ended last; see Case.lead
+        engine.step()
+    return samples
+
+
+def measure(engine: Engine, case: Case, workload: Workload, seed: int) -> list[Sample]:
+    for _ in range(workload.warmup):
+        _run_case(engine, case, seed)
+    return [sample for _ in range(workload.repeat) for sample in _run_case(engine, case, seed)]
+
+
+def _percentiles(samples: Sequence[float]) -> dict[str, float]:
+    if len(samples) == 1:
+        return dict.fromkeys(("p10", "p50", "p90"), samples[0])
+    cuts = quantiles(samples, n=10, method="inclusive")
+    return {"p10": cuts[0], "p50": cuts[4], "p90": cuts[8]}
+
+
+@dataclass
+class Bench:
+    """The whole run. `rows()` yields one JSON-ready dict per mode and case."""
+
+    model: Model
+    workload: Workload
+    seed: int
+    say: Say
+    engine: EngineConfig = field(init=False)
+    weights: Mapping[str, Weights] = field(init=False)
+    roof: Roof = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.engine = capacity(self.workload, self.seed)
+        self.engine.validate(self.model.config)
+        self.weights = weights_by_part(self.model.config)
+        dtype = getattr(torch, self.model.config.numerics.dtype_name)
+        self.roof = measure_roof(self.model.device, dtype)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Raises ParityError, before any number, when a mode does not agree with the reference."""
+        for mode in self.workload.mode:
+            run: Run = self.model.decoder
+            compiled = None
+            if mode == "compile":
+                run = compiled = CompiledModule(self.model.decoder)
+                self.say("compiling: once for many rows, once for a single row")
+            parity = compare(self.model, self.engine, run, reference_run(self.model))
+            if compiled is not None:
+                self.say(f"compiled {compiled.num_compiles} graphs in {compiled.compile_seconds:.1f} s")
+            if not parity.passed:
+                raise ParityError(
+                    f"bench: {mode} differs from the reference by {parity.worst_row:.2g} in its worst of "
+                    f"{parity.rows} rows, more than {parity.limit:g}: no numbers"
+                )
+            engine = Engine(self.model, self.engine, run)
+            for case in self.workload.cases():
+                self.say(f"measuring {mode}: {case.kind}, batch {case.batch}, context {case.context}")
+                yield self._row(mode, case, measure(engine, case, self.workload, self.seed), parity)
+
+    def _row(self, mode: str, case: Case, samples: list[Sample], parity: Parity) -> dict[str, Any]:
+        milliseconds = [sample.seconds * 1e3 for sample in samples]
+        spread = _percentiles(milliseconds)
+        costs = [self._cost(spans) for spans in samples[len(samples) // 2].spans]
+        floor = sum(cost.floor_seconds(self.roof.bytes_per_second, self.roof.flops_per_second) for cost in costs)
+        num_bytes, seconds = sum(cost.num_bytes for cost in costs), spread["p50"] / 1e3
+        tokens = case.batch * (case.context if case.kind == "prefill" else 1)
+        return {
+            "scenario": self.workload.scenario,
+            "source": self.model.blueprint.source,
+            "kind": case.kind,
+            "mode": mode,
+            "batch": case.batch,
+            "prompt_len" if case.kind == "prefill" else "depth": case.context,
+            "gen_len": case.gen_len,
+            "tokens_per_second": tokens / seconds,
+            "milliseconds": {**spread, "samples": milliseconds},
+            "num_bytes": num_bytes,
+            "flops": sum(cost.flops for cost in costs),
+            "gigabytes_per_second": num_bytes / seconds / 1e9,
+            "floor_milliseconds": floor * 1e3,
+            "fraction_of_roof": floor / seconds,
+            "parity": {"rows": parity.rows, "worst_row": parity.worst_row, "limit": parity.limit},
+            **self.setting(),
+        }
+
+    def _cost(self, spans: Sequence[Span]) -> StepCost:
+        model = self.model
+        return step_cost(model.config, model.plan, model.layout, self.weights, spans)
+
+    def setting(self) -> dict[str, Any]:
+        """What every row is measured on, and what in it is not real."""
+        model = self.model
+        return {
+            "numerics": model.config.numerics.value,
+            "backends": vars(model.backends),
+            "device": model.blueprint.hardware.name,
+            "threads": torch.get_num_threads() if model.device == "cpu" else None,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "seed": self.seed,
+            "roof": {
+                "gigabytes_per_second": self.roof.bytes_per_second / 1e9,
+                "teraflops_per_second": self.roof.flops_per_second / 1e12,
+            },
+            "synthetic": self.synthetic(),
+        }
+
+    def synthetic(self) -> list[str]:
+        weights = [] if self.model.report else [f"stand-in weights (seed {self.seed})"]
+        return [
+            *weights,
+            "prompts of uniform random ids",
+            "no shared prefixes, caches empty at the start",
+            "costs assume uniform routing",
+        ]
