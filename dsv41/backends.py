@@ -1,6 +1,7 @@
 """Which implementation of every op family runs, and which byte format every cache has: one table, one rule.
 
-There is no fallback: a choice that cannot run is an error that names the family, the choice, the reason and the flag.
+There is no fallback: a choice that cannot run is an error that names the family, the choice, the reason and
+the flag.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ PRESETS = {"cpu": Backends()}
 
 
 def _records_for(backends: Backends, numerics: Numerics) -> Backends:
-    """`rows` stands for plain rows of the numerics' own dtype. Packed records quantise, so they need bf16 numerics."""
+    """`rows` stands for plain rows of the numerics' own dtype. Packed records quantise, so they need bf16
+    numerics."""
     rows = "rows_bf16" if numerics is Numerics.BF16 else "rows_fp32"
     chosen = {name: getattr(backends, name) for name in RECORD_FIELDS}
     for name, record in chosen.items():
@@ -45,7 +47,9 @@ def _records_for(backends: Backends, numerics: Numerics) -> Backends:
             raise ValueError(
                 f"--backends {name}={record} cannot hold {numerics.value} numerics: use {name}={rows}"
             )
-    return replace(backends, **{name: rows if record == "rows" else record for name, record in chosen.items()})
+    return replace(
+        backends, **{name: rows if record == "rows" else record for name, record in chosen.items()}
+    )
 
 
 def parse(spec: str) -> tuple[str | None, dict[str, str]]:
@@ -79,7 +83,8 @@ def reasons(backends: Backends, hardware: Hardware) -> dict[str, str | None]:
 def select(hardware: Hardware, numerics: Numerics, spec: str | None = None) -> Backends:
     """The backends of a run: the preset of the hardware unless `spec` says otherwise.
 
-    Raises ValueError for an unknown preset, family or record, and for a choice that cannot run on this hardware.
+    Raises ValueError for an unknown preset, family or record, and for a choice that cannot run on this
+    hardware.
     """
     name, overrides = parse(spec) if spec else (None, {})
     name = name or "cpu"

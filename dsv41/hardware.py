@@ -9,7 +9,8 @@ import torch
 
 @dataclass(frozen=True)
 class Hardware:
-    """`sm` is ten times the compute capability (90 on Hopper), 0 on a CPU; `memory_bytes` is the device's own memory."""
+    """`sm` is ten times the compute capability (90 on Hopper), 0 on a CPU; `memory_bytes` is the device's own
+    memory."""
 
     device: str
     sm: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -12,8 +12,8 @@ INNER = ("inductor", "aot_eager", "eager")
 
 # What Inductor is told, and why.
 INDUCTOR_OPTIONS: dict[str, Any] = {
-    # Generated shape, stride and scalar checks cost about 2 ms a forward on a graph of 40 layers; fakes and tests
-    # of every op already hold them.
+    # Generated shape, stride and scalar checks cost about 2 ms a forward on a graph of 40 layers; fakes and
+    # tests of every op already hold them.
     "size_asserts": False,
     "alignment_asserts": False,
     "scalar_asserts": False,
@@ -21,7 +21,7 @@ INDUCTOR_OPTIONS: dict[str, Any] = {
 
 
 def inner_compiler(name: str) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
-    """The compiler of one segment: "inductor", or "aot_eager" / "eager" to study the graph without code generation.
+    """The compiler of one segment: "inductor", or "aot_eager" / "eager", which generate no code.
 
     Raises ValueError for another name.
     """
@@ -30,7 +30,10 @@ def inner_compiler(name: str) -> Callable[[fx.GraphModule, list[Any]], Callable[
     if name == "inductor":
         from torch._inductor.compile_fx import compile_fx  # imported late: it loads the code generators
 
-        return lambda graph, inputs: compile_fx(graph, inputs, config_patches=INDUCTOR_OPTIONS)
+        def compile_segment(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            return cast(Callable[..., Any], compile_fx(graph, inputs, config_patches=INDUCTOR_OPTIONS))
+
+        return compile_segment
     return torch._dynamo.lookup_backend(name)
 
 
@@ -39,8 +42,8 @@ def compile_whole(
 ) -> Callable[..., Any]:
     """Trace `function` as one graph without breaks and give it to `backend`.
 
-    `dynamic=False` leaves every dimension fixed that the caller did not mark: automatic dynamism would turn the page
-    table's or a cache's size into a symbol on its second value and compile again.
+    `dynamic=False` leaves every dimension fixed that the caller did not mark: automatic dynamism would turn
+    the page table's or a cache's size into a symbol on its second value and compile again.
     """
     return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
 

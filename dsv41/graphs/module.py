@@ -1,4 +1,4 @@
-"""The decoder as one compiled callable: `CompiledModule(decoder)(step, caches)` equals `decoder(step, caches)`."""
+"""The decoder as one compiled callable, called like the decoder itself."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from dsv41.model.plan import LayerPlan
 class CompiledModule:
     """The whole layer stack traced as one graph, cut at the eager ops, each segment compiled by `inner`.
 
-    One compile serves every number of token rows above one, and one more serves a single row. Nothing is compiled
-    before the first call; `num_compiles` and `compile_seconds` say what happened since.
+    One compile serves every number of token rows above one, and one more serves a single row. Nothing is
+    compiled before the first call; `num_compiles` and `compile_seconds` say what happened since.
     """
 
     def __init__(self, decoder: Decoder, inner: str = "inductor") -> None:
@@ -55,7 +55,7 @@ class CompiledModule:
 
 
 def trace_segments(decoder: Decoder, step: StepInputs, caches: KVCaches) -> tuple[Segment, ...]:
-    """The segments of a decoder without compiling or computing anything; everything may be on the meta device."""
+    """The segments of a decoder; nothing is compiled, and everything may be on the meta device."""
     found: list[tuple[Segment, ...]] = []
 
     def keep(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
 """Cut a traced graph at the eager ops and hand what lies between them to the inner compiler.
 
-The ops declared `eager` (index selection and sparse attention) stay outside compiled code: mixed batches replay
-the compiled segments and call those ops between them. Everything else of the decoder lies in a segment.
+The ops declared `eager` (index selection and sparse attention) stay outside compiled code: mixed batches
+replay the compiled segments and call those ops between them. Everything else of the decoder lies in a
+segment.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Segment:
-    """One piece of the cut graph: `ops` are the package's ops in it, in order; `num_nodes` counts calls of any kind."""
+    """One piece of the cut graph: the package's `ops` in order, and how many calls of any kind."""
 
     index: int
     eager: bool
@@ -82,7 +83,7 @@ def _segment_names(pieces: fx.GraphModule) -> list[str]:
 def compile_segments(
     pieces: fx.GraphModule, segments: tuple[Segment, ...], compiler: Compiler
 ) -> fx.GraphModule:
-    """Replace every segment that is not eager by its compiled form. Inputs are known from the trace's fake values."""
+    """Compile every segment that is not eager; the trace's fake values describe its inputs."""
     for segment, name in zip(segments, _segment_names(pieces), strict=True):
         if segment.eager:
             continue

@@ -1,4 +1,4 @@
-"""The attention half of a layer, straight-line: project, publish, select, attend, project back (spec/model.md 3.3)."""
+"""The attention half of a layer: project, publish, select, attend, project back (spec/model.md 3.3)."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ class Shared:
 class Attention(nn.Module):
     """One layer's projections, its window cache, and its share of the compressed states.
 
-    The joined weights: `down` holds the rows of the query down-projection and of the window KV, `up` the query heads
-    and the index queries, `side` the compressor (KV, then gate at ratio 2) and the index head weights.
+    The joined weights: `down` holds the rows of the query down-projection and of the window KV, `up` the
+    query heads and the index queries, `side` the compressor (KV, then gate at ratio 2) and the index head
+    weights.
     """
 
     def __init__(self, context: Context, plan: LayerPlan, layout: CacheLayout) -> None:
@@ -43,7 +44,10 @@ class Attention(nn.Module):
         heads, dim, hidden = config.num_heads, config.head_dim, config.hidden_size
         self.plan, self.context, self.page_tokens = plan, context, layout.page_tokens
         self.up_split = (heads * dim, config.index_heads * config.index_dim if plan.owns_index else 0)
-        self.side_split = (plan.ratio * dim if plan.owns_kv else 0, config.index_heads if plan.owns_index else 0)
+        self.side_split = (
+            plan.ratio * dim if plan.owns_kv else 0,
+            config.index_heads if plan.owns_index else 0,
+        )
         self.down = Fp8Weight(config.q_rank + dim, hidden)
         self.side = parameter(sum(self.side_split), hidden)
         self.q_norm = parameter(config.q_rank)
@@ -63,7 +67,13 @@ class Attention(nn.Module):
         backends, eps = context.backends, context.config.norm_eps
         cos_sin = rotations.compressed if plan.ratio else rotations.window
         down, side = project_inputs(
-            x, self.down.weight, self.down.scale, self.side, context.quantise, backends.linear, backends.projections
+            x,
+            self.down.weight,
+            self.down.scale,
+            self.side,
+            context.quantise,
+            backends.linear,
+            backends.projections,
         )
         q_rank, kv = down.split((context.config.q_rank, context.config.head_dim), dim=-1)
         kv_gate, head_weights = side.split(self.side_split, dim=-1)

@@ -14,8 +14,9 @@ ROW_DTYPES = {"rows_bf16": torch.bfloat16, "rows_fp32": torch.float32, "rows_fp8
 
 @dataclass(frozen=True)
 class KVCaches:
-    """Everything a step keeps for later steps, keyed by layer. Plain rows: `[pages, states, dim]` of the row dtype;
-    packed records: `uint8 [pages, page_bytes]`. `open_groups`: float32 `[requests * OPEN_ROWS, 2 * head_dim]`."""
+    """Everything a step keeps for later steps, keyed by layer. Plain rows: `[pages, states, dim]` of the row
+    dtype; packed records: `uint8 [pages, page_bytes]`. `open_groups`: float32 `[requests * OPEN_ROWS, 2 *
+    head_dim]`."""
 
     window: dict[int, Tensor]
     states: dict[int, Tensor]

@@ -15,7 +15,7 @@ from dsv41.ops.publish.op import publish_index_k, publish_states
 
 
 class Compressor(nn.Module):
-    """The KV source's half of a layer. Latents are kept neither: states and keys go straight into their caches."""
+    """The KV source's part of a layer: states and index keys go straight into their caches."""
 
     def __init__(self, context: Context, plan: LayerPlan, layout: CacheLayout) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Compressor(nn.Module):
         self.page_states = layout.page_tokens // plan.ratio
 
     def forward(self, kv_gate: Tensor, step: StepInputs, rotations: Rotations, caches: KVCaches) -> None:
-        """kv_gate float32 [T, d] (ratio 1) or [T, 2d]: publish every state and key that a row of this step closes."""
+        """kv_gate float32 [T, ratio*d]: publish every state and index key that a row of this step closes."""
         context, layer, ratio, meta = self.context, self.plan.layer, self.plan.ratio, step.attention
         backends, eps = context.backends, context.config.norm_eps
         open_groups = caches.open_groups[layer] if ratio == 2 else kv_gate.new_empty((0, 0))

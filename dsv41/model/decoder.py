@@ -1,12 +1,14 @@
-"""The text model: rows in, normed hidden rows out. One forward serves prefill, chunks, decode and any mixture.
+"""The text model: rows in, normed hidden rows out. One forward serves prefill, chunks, decode and any
+mixture.
 
-    streams = embed(token) on every residual copy;  mix = copy 0
-    layer:  streams = engram(streams)                                   (two layers)
-            u = attention(norm(collapse(streams, mix)))                 mix of the previous layer's feed-forward half
-            streams = expand(u, streams)
-            v = moe(norm(collapse(streams, pre of the attention half)))
-            streams = expand(v, streams);  mix = pre of the feed-forward half
-    hidden = norm(collapse(streams, mix))
+streams = embed(token) on every residual copy;  mix = copy 0
+layer:  streams = engram(streams)                                   (two layers)
+        u = attention(norm(collapse(streams, mix)))                 mix of the previous layer's feed-forward
+        half
+        streams = expand(u, streams)
+        v = moe(norm(collapse(streams, pre of the attention half)))
+        streams = expand(v, streams);  mix = pre of the feed-forward half
+hidden = norm(collapse(streams, mix))
 """
 
 from __future__ import annotations
@@ -66,9 +68,12 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """The backbone of a config under a plan, a cache layout and chosen backends. Weights are uninitialised.
 
-    `own_tables=False` leaves the Engram tables empty for `Engram.set_table`; `features=True` also returns the draft
-    head's features.
+    `own_tables=False` leaves the Engram tables empty for `Engram.set_table`; `features=True` also returns the
+    draft head's features.
     """
+
+    plain_frequencies: Tensor
+    yarn_frequencies: Tensor
 
     def __init__(
         self,
@@ -121,6 +126,7 @@ class Decoder(nn.Module):
         fault_layer = torch.full_like(step.attention.row_request, -1)
         features = []
         for plan, layer in zip(self.plan, self.layers, strict=True):
+            assert isinstance(layer, DecoderLayer)
             if layer.engram is not None:
                 streams = layer.engram(streams, step, self.token_map)
             if plan.is_target and self.return_features:
@@ -136,8 +142,9 @@ class Decoder(nn.Module):
 
     def final(self, streams: Tensor, mix: Tensor) -> Tensor:
         """The last feed-forward half's own mix collapses the stream; there is no learned head mix. [T, D]"""
-        collapsed = self.layers[-1].ffn_hyper.collapse(streams, mix)
-        return rms_norm(collapsed, self.norm, self.context.config.norm_eps)
+        last = self.layers[-1]
+        assert isinstance(last, DecoderLayer)
+        return rms_norm(last.ffn_hyper.collapse(streams, mix), self.norm, self.context.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, D] -> float32 [n, V]"""

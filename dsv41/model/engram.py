@@ -1,4 +1,4 @@
-"""Engram: the n-gram memory of one layer. Its table may live on the device, in pinned host memory or in the file."""
+"""Engram: one layer's n-gram memory. The table lives on the device, in pinned host memory or in the file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsv41.ops.engram.op import engram_hash, engram_lookup, engram_write
 
 
 class Engram(nn.Module):
-    """`number` counts the Engram layers of the config. Without `own_table` the table is set by `set_table` later."""
+    """`number` counts the config's Engram layers. Without `own_table`, `set_table` brings the table."""
 
     def __init__(self, context: Context, number: int, own_table: bool) -> None:
         super().__init__()
@@ -50,9 +50,7 @@ class Engram(nn.Module):
     def write(self, streams: Tensor, rows: Tensor, is_image: Tensor) -> Tensor:
         """streams [T, M, D] with the gated value of the looked-up rows added."""
         looked_up = engram_lookup(self.table, self.table_scale, rows, self.dtype, self.impl)
-        return engram_write(
-            streams, self.kv(looked_up), self.query, self.key, is_image, self.eps, self.impl
-        )
+        return engram_write(streams, self.kv(looked_up), self.query, self.key, is_image, self.eps, self.impl)
 
     def forward(self, streams: Tensor, step: StepInputs, token_map: Tensor) -> Tensor:
         return self.write(streams, self.hash(step, token_map), step.is_image)

@@ -1,4 +1,4 @@
-"""What an index source does: score the compressed states of its KV source and choose for the layers that follow."""
+"""What an index source does: score the states of its KV source and choose for the layers that follow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsv41.ops.indexing.op import index_query, select
 
 
 class Indexer(nn.Module):
-    """No parameters of its own: its query rows ride in the layer's up-projection, its head weights in the side one."""
+    """No parameters: its queries ride in the layer's up-projection, its head weights in the side one."""
 
     def __init__(self, context: Context, plan: LayerPlan, layout: CacheLayout) -> None:
         super().__init__()
@@ -21,16 +21,22 @@ class Indexer(nn.Module):
         self.page_states = layout.page_tokens // plan.ratio
 
     def query(self, q: Tensor, head_weights: Tensor, rotations: Rotations) -> tuple[Tensor, Tensor]:
-        """q [T, Hi*hi] and head_weights float32 [T, Hi] -> the rotated, quantised queries [T, Hi, hi], weights [T, Hi]"""
+        """q [T, Hi*hi], head_weights float32 [T, Hi] -> rotated, quantised [T, Hi, hi], weights [T, Hi]"""
         config, backends = self.context.config, self.context.backends
         heads = q.unflatten(-1, (config.index_heads, config.index_dim))
         record, quantise = backends.index_record, self.context.quantise
         return index_query(heads, head_weights, rotations.compressed, record, quantise, backends.indexing)
 
     def forward(
-        self, q: Tensor, head_weights: Tensor, candidates: Tensor, step: StepInputs, rotations: Rotations, caches: KVCaches
+        self,
+        q: Tensor,
+        head_weights: Tensor,
+        candidates: Tensor,
+        step: StepInputs,
+        rotations: Rotations,
+        caches: KVCaches,
     ) -> tuple[Selection, Tensor, Tensor]:
-        """-> the selection, the candidate blocks (published, or passed on) and the rows with NaN scores, bool [T]."""
+        """-> the selection, the candidates (published or passed on), the rows with NaN scores: bool [T]"""
         config, backends, plan, meta = self.context.config, self.context.backends, self.plan, step.attention
         assert plan.kv_source is not None, "an index source reads a KV source"
         queries, weights = self.query(q, head_weights, rotations)

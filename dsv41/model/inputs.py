@@ -1,4 +1,4 @@
-"""What one step feeds the model: rows and where their state lives. Every tensor a layer reads besides its weights."""
+"""What one step feeds the model: its rows, and where their state lives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class AttnMetadata:
     state_write: dict[int, Tensor]  # by ratio: int64 [T], slot of the state that the row closes, else -1
     num_states: dict[int, Tensor]  # by ratio: int32 [T], states the row sees: (position + 1) // ratio
     partner_row: Tensor  # int64 [T], the row of this step that holds position - 1, else -1
-    partner_slot: Tensor  # int64 [T], the open-group slot that keeps position - 1 from an earlier step, else -1
+    partner_slot: (
+        Tensor  # int64 [T], the open-group slot that keeps position - 1 since a step before, else -1
+    )
     open_slot: Tensor  # int64 [T], the open-group slot that keeps this row for a later step, else -1
 
 
@@ -48,15 +50,21 @@ class StepInputs:
         """The tensors whose first dimension is the token row."""
         meta = self.attention
         tensors = [self.token_ids, self.positions, self.is_image, self.lookback, meta.row_request]
-        tensors += [meta.window_write, meta.window_read, *meta.state_write.values(), *meta.num_states.values()]
+        tensors += [
+            meta.window_write,
+            meta.window_read,
+            *meta.state_write.values(),
+            *meta.num_states.values(),
+        ]
         tensors += [meta.partner_row, meta.partner_slot, meta.open_slot]
         return tensors if self.embeddings is None else [*tensors, self.embeddings]
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """`hidden [T, D]` after the final norm; `features [T, targets * D]` for the draft head (no columns without it);
-    `fault_layer [T]` int32: the first layer whose output or index scores were not finite, -1 if all were."""
+    """`hidden [T, D]` after the final norm; `features [T, targets * D]` for the draft head (no columns
+    without it); `fault_layer [T]` int32: the first layer whose output or index scores were not finite, -1 if
+    all were."""
 
     hidden: Tensor
     features: Tensor
@@ -65,8 +73,9 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class Rotations:
-    """cos | sin of a step, float32 [T, r]: the plain table at the row's position (window-only layers), the compressed
-    table at the row's position, and by ratio the compressed table at the first token of the row's group."""
+    """cos | sin of a step, float32 [T, r]: the plain table at the row's position (window-only layers), the
+    compressed table at the row's position, and by ratio the compressed table at the first token of the row's
+    group."""
 
     window: Tensor
     compressed: Tensor
@@ -75,7 +84,7 @@ class Rotations:
 
 @dataclass(frozen=True)
 class Selection:
-    """The states chosen by an index source for the layers that share it: `states` and `slots`, int32 [T, K]."""
+    """What an index source chose for the layers that share it: `states` and `slots`, int32 [T, K]."""
 
     states: Tensor
     slots: Tensor

@@ -1,9 +1,9 @@
 """Pages and bytes of the caches: arithmetic only.
 
-A page covers `page_tokens` tokens. The window group has one cache per layer, all with the same page table; the global
-group has, per KV source, one cache of states and one of index keys (page_tokens / ratio states a page), again with one
-table. Open groups are kept per request, unpaged: `OPEN_ROWS` fp32 rows per request and ratio-2 KV source.
-Page 0 is the null page: it is never allocated and never written.
+A page covers `page_tokens` tokens. The window group has one cache per layer, all with the same page table;
+the global group has, per KV source, one cache of states and one of index keys (page_tokens / ratio states a
+page), again with one table. Open groups are kept per request, unpaged: `OPEN_ROWS` fp32 rows per request and
+ratio-2 KV source. Page 0 is the null page: it is never allocated and never written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VENDOR_RECORDS = ("mixed_584", "fp8_132")
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """One paged cache: `num_states` states of `dim` channels on a page, `page_bytes` including the alignment."""
+    """One paged cache: `num_states` states of `dim` channels a page; `page_bytes` counts the alignment."""
 
     name: str
     layer: int
@@ -57,7 +57,7 @@ class CacheLayout:
         return -(-num_tokens // self.page_tokens)
 
     def window_pages(self, step_tokens: int) -> int:
-        """Most window pages one request needs in a step of `step_tokens` rows: its window and the step's own rows."""
+        """Most window pages of one request in a step of `step_tokens` rows: the window and those rows."""
         return -(-(self.window_tokens - 1 + step_tokens) // self.page_tokens) + 1
 
     def context_bytes(self, num_tokens: int, step_tokens: int = 1) -> dict[str, int]:
@@ -78,15 +78,13 @@ def _group(name: str, layer: int, record: str, dim: int, num_states: int, config
     alignment = VENDOR_ALIGNMENT if record in VENDOR_RECORDS else LINE_ALIGNMENT
     if record.startswith("rows_"):
         alignment = 1
-    return CacheGroup(
-        name, layer, record, dim, num_states, page_bytes=-(-payload // alignment) * alignment
-    )
+    return CacheGroup(name, layer, record, dim, num_states, page_bytes=-(-payload // alignment) * alignment)
 
 
 def build_layout(
     config: ModelConfig, plan: tuple[LayerPlan, ...], backends: Backends, page_tokens: int
 ) -> CacheLayout:
-    """Raises ValueError when a page does not hold whole groups, or a record does not fit the config's widths."""
+    """Raises ValueError when a page cannot hold whole groups or a record does not fit the widths."""
     sources = kv_sources(plan)
     for source in sources:
         if page_tokens % source.ratio:

@@ -1,4 +1,4 @@
-"""The layer table: who owns which state, whose state a layer reads. Pure integers, derived from the config alone."""
+"""The layer table: who owns which state, whose state a layer reads. Pure integers from the config."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _layer_plan(config: ModelConfig, layer: int) -> LayerPlan:
 
 
 def build_plan(config: ModelConfig) -> tuple[LayerPlan, ...]:
-    """The plan of every backbone layer. Raises ValueError for a topology in which a layer has nothing to read."""
+    """The plan of every backbone layer. Raises ValueError where a layer would have nothing to read."""
     return tuple(_layer_plan(config, layer) for layer in range(config.num_layers))
 
 

@@ -1,4 +1,4 @@
-"""Rotary tables (spec/model.md 3.2). Window-only layers rotate by the plain table, all others by the YaRN table."""
+"""Rotary tables (spec/model.md 3.2): window-only layers use the plain one, all others the YaRN one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def plain_frequencies(rope_dim: int, theta: float) -> Tensor:
 
 
 def yarn_frequencies(config: ModelConfig) -> Tensor:
-    """The compressed table: low pairs unchanged, high pairs divided by the factor, a ramp between. float32 [r/2]"""
+    """The compressed table, float32 [r/2]: low pairs as they are, high pairs / factor, a ramp between."""
     dim, theta, yarn = config.rope_dim, config.compressed_rope_theta, config.yarn
 
     def pair_of(turns: float) -> float:
@@ -32,13 +32,13 @@ def yarn_frequencies(config: ModelConfig) -> Tensor:
 
 
 def cos_sin(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """positions int64 [T] -> float32 [T, r]: cosines, then sines, of the float32 product position * frequency."""
+    """positions int64 [T] -> float32 [T, r]: cosines, then sines, of the fp32 product with a frequency."""
     angles = positions.float().unsqueeze(1) * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
 def rotations(positions: Tensor, plain: Tensor, yarn: Tensor, ratios: tuple[int, ...]) -> Rotations:
-    """All angles of a step, once per step. A group of `ratio` tokens turns by the position of its first token."""
+    """All angles of a step. A group of `ratio` tokens turns by the position of its first token."""
     return Rotations(
         window=cos_sin(positions, plain),
         compressed=cos_sin(positions, yarn),

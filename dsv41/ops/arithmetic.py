@@ -1,4 +1,5 @@
-"""The arithmetic that several references share: exact products, the norm and the rotation, as the release rounds them.
+"""The arithmetic that several references share: exact products, the norm and the rotation, as the release
+rounds them.
 
 Shapes: T token rows, ... any middle dimensions, d channels, r rotated channels (the last r of d).
 """
@@ -12,7 +13,8 @@ from torch import Tensor
 def exact_matmul(x: Tensor, weight: Tensor) -> Tensor:
     """`x [..., K] @ weight [N, K].T` accumulated in float64, returned as float32 [..., N].
 
-    float64 makes a row's result independent of the rows beside it (the BLAS chooses its summation order by shape).
+    float64 makes a row's result independent of the rows beside it (the BLAS chooses its summation order by
+    shape).
     """
     return (x.double() @ weight.double().mT).float()
 
@@ -27,8 +29,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rotate(x: Tensor, cos_sin: Tensor, inverse: bool = False) -> Tensor:
     """Rotate adjacent pairs of the last r channels of `x [T, ..., d]` by the angles of its row.
 
-    `cos_sin` is float32 [T, r]: r/2 cosines, then r/2 sines (model/rope.py). fp32 inside, rounded once to x's dtype;
-    `inverse` turns the other way.
+    `cos_sin` is float32 [T, r]: r/2 cosines, then r/2 sines (model/rope.py). fp32 inside, rounded once to x's
+    dtype; `inverse` turns the other way.
     """
     rope_dim = cos_sin.shape[-1]
     cos, sin = cos_sin.view(-1, *[1] * (x.dim() - 2), rope_dim).chunk(2, dim=-1)

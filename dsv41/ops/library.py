@@ -1,9 +1,9 @@
 """`declare()`: how an operator of this package comes to exist.
 
-An op family is a folder: `op.py` (contract, fake, declaration) and one file per implementation. The implementation is
-an ordinary string argument of the op, always the last one, so that a printed graph names the kernel that runs and two
-implementations can run in one process. `declare` uses `Library.define`/`impl` rather than `custom_op`: the same
-contract at about half the call overhead.
+An op family is a folder: `op.py` (contract, fake, declaration) and one file per implementation. The
+implementation is an ordinary string argument of the op, always the last one, so that a printed graph names
+the kernel that runs and two implementations can run in one process. `declare` uses `Library.define`/`impl`
+rather than `custom_op`: the same contract at about half the call overhead.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def declare(
 ) -> torch._ops.OpOverload:
     """Register `dsv41::<name>` from a schema whose last argument is `str impl`; return its default overload.
 
-    The implementation module must hold a function of the op's name that takes all arguments but `impl`. Arguments
-    marked `(a!)` are mutated in place and nothing else is. `fake` sees every argument and depends on shapes only.
-    `eager` tags an op that is kept outside compiled segments (`graphs/segments.py`).
+    The implementation module must hold a function of the op's name that takes all arguments but `impl`.
+    Arguments marked `(a!)` are mutated in place and nothing else is. `fake` sees every argument and depends
+    on shapes only. `eager` tags an op that is kept outside compiled segments (`graphs/segments.py`).
     """
     name = schema.split("(", 1)[0]
     tags = [torch.Tag.cudagraph_unsafe] if eager else []

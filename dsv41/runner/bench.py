@@ -34,6 +34,7 @@ Say = Callable[[str], None]
 
 MODES = ("eager", "compile")
 STEP_TOKENS = 4096  # most rows of one step
+LEAST = 8  # tokens of capacity that the parity steps need
 # Worst row of rms(difference) / std(reference). Without quantisers only the order of sums differs. With them one ulp
 # can move a code, and codes move rows: valid builds of the release differ by up to 0.21 (golden/README.md, 5).
 PARITY_LIMIT = {True: 0.28, False: 2e-5}
@@ -58,7 +59,9 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("batch", "prompt_len", "depth", "gen_len"):
-            wrong = next((value for value in getattr(self, name) if type(value) is not int or value < 1), None)
+            wrong = next(
+                (value for value in getattr(self, name) if type(value) is not int or value < 1), None
+            )
             if wrong is not None:
                 raise ValueError(f"bench: {name} holds {wrong!r}, but must hold integers of at least 1")
         unknown = next((mode for mode in self.mode if mode not in MODES), None)
@@ -67,7 +70,9 @@ class Workload:
         if self.repeat < 1 or self.warmup < 0:
             raise ValueError("bench: repeat must be at least 1 and warmup at least 0")
         if not (self.mode and list(self.cases())):
-            raise ValueError("bench: nothing to measure; give a mode, a batch, and a prompt_len or a depth and gen_len")
+            raise ValueError(
+                "bench: nothing to measure; give a mode, a batch, and a prompt_len or a depth and gen_len"
+            )
 
     def cases(self) -> Iterator[Case]:
         """Every measurement of one mode."""
@@ -90,7 +95,7 @@ class Case(NamedTuple):
     @property
     def lead(self) -> int:
         """Steps that prefilling takes: an early request decodes while the last ones still prefill."""
-        return -(-self.batch * self.context // STEP_TOKENS)
+        return -(-self.batch * self.context // max(STEP_TOKENS - self.batch, 1))
 
     @property
     def max_tokens(self) -> int:
@@ -111,7 +116,9 @@ def load_scenario(path: Path) -> tuple[str, Workload]:
     known = {item.name for item in fields(Workload)}
     unknown = next((key for key in content if key not in known), None)
     if unknown is not None:
-        raise ValueError(f"{path}: unknown key {unknown!r}; there are name, about, preset, {', '.join(sorted(known))}")
+        raise ValueError(
+            f"{path}: unknown key {unknown!r}; there are name, about, preset, {', '.join(sorted(known))}"
+        )
     lists = ("batch", "prompt_len", "depth", "gen_len", "mode")
     wrong = next((key for key in lists if key in content and not isinstance(content[key], list)), None)
     if wrong is not None:
@@ -123,9 +130,9 @@ def capacity(workload: Workload, seed: int) -> EngineConfig:
     """One engine size for the whole run: the shapes of caches and page table stay, so nothing compiles twice."""
     cases = list(workload.cases())
     return EngineConfig(
-        max_batch_tokens=max(min(STEP_TOKENS, case.batch * case.context) for case in cases),
-        max_requests=max(max(workload.batch), 2),
-        max_context_tokens=max(case.context + case.max_tokens for case in cases),
+        max_batch_tokens=max(LEAST, *(min(STEP_TOKENS, case.batch * case.context) for case in cases)),
+        max_requests=max(2, *workload.batch),
+        max_context_tokens=max(LEAST, *(case.context + case.max_tokens for case in cases)),
         seed=seed,
     )
 
@@ -189,7 +196,9 @@ def reference_run(model: Model) -> Run:
     if backends == model.backends:
         return model.decoder
     with torch.device("meta"):
-        twin = Decoder(model.config, model.plan, model.layout, backends, features=model.decoder.return_features)
+        twin = Decoder(
+            model.config, model.plan, model.layout, backends, features=model.decoder.return_features
+        )
     twin.load_state_dict(model.decoder.state_dict(), assign=True)
     twin.plain_frequencies, twin.yarn_frequencies = (
         model.decoder.plain_frequencies,
@@ -199,12 +208,12 @@ def reference_run(model: Model) -> Run:
 
 
 @torch.inference_mode()
-def compare(model: Model, engine: EngineConfig, measured: Run, reference: Run) -> Parity:
-    """The same three steps on both sides: a prefill of two requests, a mixed step, a decode."""
-    window = model.config.window_tokens
-    long = min(window + 3, engine.max_context_tokens - 3, engine.max_batch_tokens - 1)
-    prompts = [random_tokens(long + 2, model, 1), random_tokens(4, model, 2)]
+def compare(model: Model, engine: EngineConfig, measured: Run, reference: Run, single_row: bool) -> Parity:
+    """The same steps on both sides: a prefill, a decode mixed with a prefill, two decodes, and one decode alone."""
+    long = min(model.config.window_tokens + 3, engine.max_context_tokens - 4, engine.max_batch_tokens)
+    prompts = [random_tokens(long + 3, model, 1), random_tokens(4, model, 2)]
     schedule = [((0, long),), ((0, 1), (1, 3)), ((0, 1), (1, 1))]
+    schedule += [((0, 1),)] if single_row else []
     errors = []
     sides = [Engine(model, engine, run) for run in (measured, reference)]
     for side in sides:
@@ -312,8 +321,10 @@ class Bench:
             compiled = None
             if mode == "compile":
                 run = compiled = CompiledModule(self.model.decoder)
-                self.say("compiling: once for many rows, once for a single row")
-            parity = compare(self.model, self.engine, run, reference_run(self.model))
+                self.say("compiling the decoder, once for many rows and once for a single row")
+            parity = compare(
+                self.model, self.engine, run, reference_run(self.model), 1 in self.workload.batch
+            )
             if compiled is not None:
                 self.say(f"compiled {compiled.num_compiles} graphs in {compiled.compile_seconds:.1f} s")
             if not parity.passed:
@@ -330,7 +341,9 @@ class Bench:
         milliseconds = [sample.seconds * 1e3 for sample in samples]
         spread = _percentiles(milliseconds)
         costs = [self._cost(spans) for spans in samples[len(samples) // 2].spans]
-        floor = sum(cost.floor_seconds(self.roof.bytes_per_second, self.roof.flops_per_second) for cost in costs)
+        floor = sum(
+            cost.floor_seconds(self.roof.bytes_per_second, self.roof.flops_per_second) for cost in costs
+        )
         num_bytes, seconds = sum(cost.num_bytes for cost in costs), spread["p50"] / 1e3
         tokens = case.batch * (case.context if case.kind == "prefill" else 1)
         return {

@@ -20,8 +20,8 @@ from dsv41.runner.sampler import sample_row
 
 @dataclass(frozen=True)
 class Token:
-    """One streamed token: the index of its prompt and the id; `finish_reason` is set on a request's last event.
-    A request that ends by a fault streams a last event with token -1 and the error."""
+    """One streamed token: the index of its prompt and the id; `finish_reason` is set on a request's last
+    event. A request that ends by a fault streams a last event with token -1 and the error."""
 
     prompt: int
     token: int
@@ -30,7 +30,7 @@ class Token:
 
 
 class Engine:
-    """Requests in, tokens out. `run(step, caches)` is the model: eager or compiled, the engine does not care."""
+    """Requests in, tokens out. `run(step, caches)` is the model, eager or compiled."""
 
     def __init__(
         self,
@@ -90,7 +90,9 @@ class Engine:
                 budget -= count
         return scheduled
 
-    def step_inputs(self, scheduled: Sequence[tuple[Request, int]], num_rows: int | None = None) -> StepInputs:
+    def step_inputs(
+        self, scheduled: Sequence[tuple[Request, int]], num_rows: int | None = None
+    ) -> StepInputs:
         """Reserve pages and build the step's inputs."""
         for request, count in scheduled:
             request.reserve(

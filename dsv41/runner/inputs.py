@@ -1,4 +1,5 @@
-"""From requests to StepInputs: positions, slots, window lists and counts of every row, computed once per step."""
+"""From requests to StepInputs: positions, slots, window lists and counts of every row, computed once per
+step."""
 
 from __future__ import annotations
 
@@ -114,8 +115,8 @@ def build_step(
 ) -> StepInputs:
     """The inputs of a step that computes the next `count` tokens of every scheduled request.
 
-    The page table is int32 [max_requests, max_pages]; `num_rows` pads the rows to a bucket. Every request must have
-    reserved its pages.
+    The page table is int32 [max_requests, max_pages]; `num_rows` pads the rows to a bucket. Every request
+    must have reserved its pages.
     """
     pieces, first_row = [], 0
     table = np.zeros((max_requests, max_pages), dtype=np.int32)

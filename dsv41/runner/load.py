@@ -12,13 +12,17 @@ import torch
 from dsv41 import backends as backend_table
 from dsv41.backends import Backends
 from dsv41.config import EngineConfig, ModelConfig, Numerics
-from dsv41.graphs.module import CompiledModule
+from dsv41.graphs.module import CompiledModule, trace_segments
+from dsv41.graphs.segments import Segment
 from dsv41.hardware import Hardware, detect
+from dsv41.model.caches import allocate_caches
 from dsv41.model.decoder import Decoder
 from dsv41.model.layout import CacheLayout, build_layout
 from dsv41.model.plan import LayerPlan, build_plan
 from dsv41.model.weights import LoadReport, default_token_map, init_dummy, load_weights
 from dsv41.presets import preset
+from dsv41.runner.inputs import build_step
+from dsv41.runner.request import Request, SamplingParams
 from dsv41.runner.tokenizer import Tokenizer
 
 LOAD_FORMATS = ("auto", "dummy")
@@ -79,8 +83,8 @@ def blueprint(
 ) -> Blueprint:
     """Resolve a checkpoint directory, or a preset by name, into a checked plan.
 
-    Raises ValueError for a config, override, device or backend that cannot work, FileNotFoundError for a directory
-    without a config.json.
+    Raises ValueError for a config, override, device or backend that cannot work, FileNotFoundError for a
+    directory without a config.json.
     """
     if model is not None and preset_name is not None:
         raise ValueError("--model and --preset exclude each other")
@@ -157,12 +161,23 @@ def compiled(
 ) -> CompiledModule:
     """The decoder of a checkpoint directory or a preset as one compiled callable.
 
-    `choices` are those of `blueprint`: overrides, numerics, device, backends, page_tokens. The result is called with a
-    step and its caches (`dsv41.Engine` makes both); `.plan`, `.segments`, `.backends` and `.decoder` are readable.
-    Raises what `blueprint` and `load` raise.
+    `choices` are those of `blueprint`: overrides, numerics, device, backends, page_tokens. The result is
+    called with a step and its caches (`dsv41.Engine` makes both); `.plan`, `.segments`, `.backends` and
+    `.decoder` are readable. Raises what `blueprint` and `load` raise.
     """
     source: dict[str, Any] = (
         {"model": model_or_preset} if Path(model_or_preset).is_dir() else {"preset_name": model_or_preset}
     )
     model = load(blueprint(**source, **choices), load_format=load_format, seed=seed)
     return CompiledModule(model.decoder, inner)
+
+
+def trace_blueprint(blueprint: Blueprint) -> tuple[Segment, ...]:
+    """The segments of a model's graph, traced on the meta device: no weights, no memory, no compilation."""
+    config, rows = blueprint.config, 2
+    with torch.device("meta"):
+        decoder = Decoder(config, blueprint.plan, blueprint.layout, blueprint.backends)
+    caches = allocate_caches(blueprint.layout, 2, 2, 1, "meta")
+    request = Request([0] * rows, SamplingParams(), slot=0, pages=[1], window_pages=[1])
+    step = build_step([(request, rows)], config, blueprint.layout, max_requests=1, max_pages=1, device="meta")
+    return trace_segments(decoder, step, caches)

@@ -6,7 +6,7 @@ from dsv41.model.layout import NULL_PAGE
 
 
 class PagePool:
-    """Free and used pages of one group. Lowest free ids are not preferred: the last page freed is the next used."""
+    """Free and used pages of one group. The last page freed is the next one used."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages

@@ -12,8 +12,8 @@ from dsv41.runner.pages import PagePool
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of a request are chosen. `temperature` 0 is greedy; `top_p` in (0, 1] keeps the smallest set of
-    tokens with at least that probability; a seed gives the same tokens in any batch.
+    """How the tokens of a request are chosen. `temperature` 0 is greedy; `top_p` in (0, 1] keeps the smallest
+    set of tokens with at least that probability; a seed gives the same tokens in any batch.
 
     Raises ValueError for a value out of range.
     """
@@ -26,7 +26,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens}, but a request must produce at least one token")
+            raise ValueError(
+                f"max_tokens is {self.max_tokens}, but a request must produce at least one token"
+            )
         if not self.temperature >= 0 or self.temperature == float("inf"):
             raise ValueError(f"temperature is {self.temperature}, but must be a finite number of at least 0")
         if not 0 < self.top_p <= 1:
@@ -35,8 +37,9 @@ class SamplingParams:
 
 @dataclass(eq=False)
 class Request:
-    """`tokens` holds the prompt and what was sampled. `slot` keeps the open groups, `pages` the global states (page i
-    covers tokens i*page_tokens ...), `window_pages` the window (entries below the window are the null page).
+    """`tokens` holds the prompt and what was sampled. `slot` keeps the open groups, `pages` the global states
+    (page i covers tokens i*page_tokens ...), `window_pages` the window (entries below the window are the null
+    page).
 
     `image_rows` marks prompt positions that belong to an image; `embeddings [prompt, D]` replaces theirs.
     """
@@ -65,9 +68,15 @@ class Request:
         return self.tokens[self.num_prompt :]
 
     def reserve(
-        self, num_tokens: int, page_tokens: int, window_tokens: int, global_pool: PagePool, window_pool: PagePool
+        self,
+        num_tokens: int,
+        page_tokens: int,
+        window_tokens: int,
+        global_pool: PagePool,
+        window_pool: PagePool,
     ) -> None:
-        """Pages for the next `num_tokens` tokens; window pages wholly below the next window are given back first.
+        """Pages for the next `num_tokens` tokens; window pages wholly below the next window are given back
+        first.
 
         Raises MemoryError when a pool runs out, with every page still owned by this request.
         """

@@ -11,8 +11,8 @@ from dsv41.runner.request import SamplingParams
 def sample_row(logits: Tensor, params: SamplingParams, position: int) -> int:
     """One token from float32 logits [V].
 
-    Sampling is by the Gumbel maximum with noise that depends on (seed, position) alone, so a request draws the same
-    tokens in any batch.
+    Sampling is by the Gumbel maximum with noise that depends on (seed, position) alone, so a request draws
+    the same tokens in any batch.
     """
     if params.temperature == 0:
         return int(logits.argmax())

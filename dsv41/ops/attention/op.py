@@ -3,12 +3,12 @@
     l_n   = <q_h, k_n> / sqrt(d)                              over every listed state n, window first
     o_h   = sum_n exp(l_n - m) k_n / (sum_n exp(l_n - m) + exp(sink_h - m))
 
-Keys and values are the same stored vector, shared by all heads; the sink has no value (spec/model.md 3.3). A slot of
--1 is skipped, a state listed twice counts twice, a row with nothing listed gets zeros.
+Keys and values are the same stored vector, shared by all heads; the sink has no value (spec/model.md 3.3). A
+slot of -1 is skipped, a state listed twice counts twice, a row with nothing listed gets zeros.
 
-T token rows, H heads, d head dimension, W window, K selected states. `window_slots [T, W]` and `state_slots [T, K]`
-are int32 slots of the two caches (page * page_states + offset); K is 0 in a window-only layer. The output is not yet
-rotated back.
+T token rows, H heads, d head dimension, W window, K selected states. `window_slots [T, W]` and `state_slots
+[T, K]` are int32 slots of the two caches (page * page_states + offset); K is 0 in a window-only layer. The
+output is not yet rotated back.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def _sparse_attention_fake(
 sparse_attention = declare(
     "attention",
     "sparse_attention(Tensor q, Tensor window, Tensor window_slots, str window_record, int window_page,"
-    " Tensor states, Tensor state_slots, str state_record, int state_page, Tensor sink, int rope_dim, str impl)"
-    " -> Tensor",
+    " Tensor states, Tensor state_slots, str state_record, int state_page, Tensor sink, int rope_dim,"
+    " str impl) -> Tensor",
     fake=_sparse_attention_fake,
     eager=True,
 )

@@ -1,4 +1,5 @@
-"""Sparse attention in plain PyTorch, with the release's rounding: an online softmax over blocks of 64 listed slots.
+"""Sparse attention in plain PyTorch, with the release's rounding: an online softmax over blocks of 64 listed
+slots.
 
 The probabilities are rounded to the query's dtype relative to the running maximum of their block, while the
 denominator sums them unrounded; the list is the window part, then the selected part (spec/arithmetic.md 2.8).
@@ -20,7 +21,8 @@ def why_not(hardware: object, record: str | None) -> str | None:
 
 
 def attend(q: Tensor, keys: Tensor, listed: Tensor, sink: Tensor) -> Tensor:
-    """q [T, H, d], keys [T, N, d] (zero where not listed), listed bool [T, N], sink float32 [H] -> o [T, H, d]."""
+    """q [T, H, d], keys [T, N, d] (zero where not listed), listed bool [T, N], sink float32 [H] -> o [T, H,
+    d]."""
     rows, heads, dim = q.shape
     scale = dim**-0.5
     peak = torch.full((rows, heads), -1e30, device=q.device)

@@ -1,13 +1,14 @@
-"""Engram: hash the last n-grams of every row, look their rows up, write a gated value into the residual copies.
+"""Engram: hash a row's last n-grams, look their rows up, add a gated value to the residual copies.
 
-    v_i  = map[token i back], or map[pad] once a shift is blocked (before the start, or an image token; cumulative)
-    R_0  = v_0 m_0,  R_i = R_{i-1} xor v_i m_i                                   int64, never negative
-    row  = R_i mod prime[i-1, h] + offset[(i-1)*heads + h]                       i = 1..N-1, h = 0..heads-1
-    a_m  = <X_m * query_m * key_m, K_m> / (rms(X_m) rms(K_m) sqrt(D));  X_m += sigmoid(sign(a) sqrt(max(|a|, 1e-6))) v
+    v_i  = map[token i back], or map[pad] from the first blocked shift on (before the start, an image token)
+    R_0  = v_0 m_0,  R_i = R_{i-1} xor v_i m_i                           int64, never negative
+    row  = R_i mod prime[i-1, h] + offset[(i-1)*heads + h]               i = 1..N-1, h = 0..heads-1
+    a_m  = <X_m * query_m * key_m, K_m> / (rms(X_m) rms(K_m) sqrt(D))
+    X_m += sigmoid(sign(a_m) sqrt(max(|a_m|, 1e-6))) v       image rows are left as they are
 
-T token rows, N longest n-gram, C = (N-1)*heads columns, c channels of a table row, M residual copies, D hidden size.
-`lookback [T, N-1]` holds the token ids 1..N-1 back, -1 where there is none or it belongs to an image. `kv` is the
-projection of the looked-up rows: M keys, then one value, of D channels each (spec/model.md 6).
+T token rows, N longest n-gram, C = (N-1)*heads columns, c channels of a table row, M residual copies, D
+hidden size. `lookback [T, N-1]` holds the token ids 1..N-1 back, -1 where there is none or it belongs to an
+image. `kv` is the projection of the looked-up rows: M keys, then one value, of D channels each (spec/model.md 6).
 """
 
 from __future__ import annotations

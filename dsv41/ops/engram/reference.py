@@ -1,4 +1,5 @@
-"""Engram in plain PyTorch. The table may live on another device than the rows: only the rows asked for are read."""
+"""Engram in plain PyTorch. The table may live on another device than the rows: only the rows asked for are
+read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Residual copies (mHC): the coefficients of a sub-layer, the collapse into its input, the expansion of its output.
+"""Residual copies (mHC): a sub-layer's coefficients, the collapse into its input, its output's expansion.
 
     x      = copies of a row, concatenated                                   [M*D]
     z      = (fn @ x) / rms(x)                                               [(2 + M)*M]
@@ -46,8 +46,8 @@ def _expand_fake(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, impl: s
 
 hyper_coefficients = declare(
     "hyper",
-    "hyper_coefficients(Tensor streams, Tensor fn, Tensor base, Tensor scale, int sweeps, float eps, float norm_eps,"
-    " str impl) -> (Tensor, Tensor, Tensor)",
+    "hyper_coefficients(Tensor streams, Tensor fn, Tensor base, Tensor scale, int sweeps, float eps,"
+    " float norm_eps, str impl) -> (Tensor, Tensor, Tensor)",
     fake=_coefficients_fake,
 )
 hyper_collapse = declare(

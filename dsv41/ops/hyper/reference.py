@@ -13,7 +13,8 @@ def why_not(hardware: object, record: str | None) -> str | None:
 
 
 def sinkhorn(logits: Tensor, sweeps: int, eps: float) -> Tensor:
-    """Row softmax, then `sweeps` column normalisations with a row normalisation between each two. [..., M, M]"""
+    """Row softmax, then `sweeps` column normalisations with a row normalisation between each two. [..., M,
+    M]"""
     comb = torch.exp(logits - logits.amax(-1, keepdim=True))
     comb = comb / comb.sum(-1, keepdim=True) + eps
     comb = comb / (comb.sum(-2, keepdim=True) + eps)
@@ -48,5 +49,7 @@ def hyper_collapse(streams: Tensor, pre: Tensor) -> Tensor:
 
 
 def hyper_expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    kept = (comb.unsqueeze(-1) * streams.float().unsqueeze(2)).sum(1)  # [T, M, D], summed over the row index j
+    kept = (comb.unsqueeze(-1) * streams.float().unsqueeze(2)).sum(
+        1
+    )  # [T, M, D], summed over the row index j
     return (post.unsqueeze(-1) * y.float().unsqueeze(1) + kept).to(streams.dtype)

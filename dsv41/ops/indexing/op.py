@@ -3,16 +3,16 @@
     index_query       rotate and quantise the index queries, scale the head weights
     index_scores      score_j = sum_h w_h relu(<q_h, key_j>)     for j < num_states, -inf beyond
     top_k             the k best visible states of every row, ascending; equal scores keep the smaller index
-    candidate_blocks  the blocks of `block_states` states with the best maximum, the newest visible block always among
-                      them, ascending; later index sources look only inside
+    candidate_blocks  the blocks of `block_states` states with the best maximum, always with the newest
+                      visible block, ascending; later index sources look only inside
     select            all of it from the paged key cache, in a bounded workspace: what the model calls
 
-T token rows, B requests, P pages of a request, Hi index heads, hi index dimension, S states, k selected states,
-C candidate blocks. A row sees the first `num_states [T]` states of request `row_request [T]` (-1: a padding row, which
-sees none); `page_table [B, P]` maps page p of a request to its page of the cache. Index lists are int32 in state
-units, -1 padded at the end. A NaN score never becomes an index: `select` reports such rows in `faulty [T]` bool.
-`select` also returns the selection as cache slots (page * page_states + offset), which every layer that shares the
-selection reads (spec/model.md 3.7, 3.8).
+T token rows, B requests, P pages of a request, Hi index heads, hi index dimension, S states, k selected
+states, C candidate blocks. A row sees the first `num_states [T]` states of request `row_request [T]` (-1: a
+padding row, which sees none); `page_table [B, P]` maps page p of a request to its page of the cache. Index
+lists are int32 in state units, -1 padded at the end. A NaN score never becomes an index: `select` reports
+such rows in `faulty [T]` bool. `select` also returns the selection as cache slots (page * page_states +
+offset), which every layer that shares the selection reads (spec/model.md 3.7, 3.8).
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ index_query = declare(
 )
 index_scores = declare(
     "indexing",
-    "index_scores(Tensor q, Tensor weights, Tensor keys, Tensor page_table, Tensor row_request, Tensor num_states,"
-    " SymInt max_states, str record, int page_states, str impl) -> Tensor",
+    "index_scores(Tensor q, Tensor weights, Tensor keys, Tensor page_table, Tensor row_request,"
+    " Tensor num_states, SymInt max_states, str record, int page_states, str impl) -> Tensor",
     fake=_index_scores_fake,
 )
 top_k = declare(
@@ -91,7 +91,8 @@ top_k = declare(
 )
 candidate_blocks = declare(
     "indexing",
-    "candidate_blocks(Tensor scores, Tensor num_states, int num_blocks, int block_states, str impl) -> Tensor",
+    "candidate_blocks(Tensor scores, Tensor num_states, int num_blocks, int block_states, str impl)"
+    " -> Tensor",
     fake=_candidate_blocks_fake,
 )
 select = declare(

@@ -1,8 +1,8 @@
-"""The sparse indexer in plain PyTorch. Scores are rounded as the release rounds them: to the query's dtype after the
-dot product, after the weighting and after the sum over heads (spec/arithmetic.md 2.7).
+"""The sparse indexer in plain PyTorch. Scores are rounded as the release rounds them: to the query's dtype
+after the dot product, after the weighting and after the sum over heads (spec/arithmetic.md 2.7).
 
-`select` goes request by request and tiles the rows of each, so that its workspace holds one request's keys and
-`TILE_BYTES` of per-head scores, never a dense [rows, states] matrix of the batch.
+`select` goes request by request and tiles the rows of each, so that its workspace holds one request's keys
+and `TILE_BYTES` of per-head scores, never a dense [rows, states] matrix of the batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,13 @@ def score(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def _request_keys(
-    keys: Tensor, page_table: Tensor, request: int, num_states: int, record: str, page_states: int, like: Tensor
+    keys: Tensor,
+    page_table: Tensor,
+    request: int,
+    num_states: int,
+    record: str,
+    page_states: int,
+    like: Tensor,
 ) -> Tensor:
     """The first `num_states` index keys of one request, [S, hi]."""
     state = torch.arange(num_states, device=like.device)
@@ -50,8 +56,8 @@ def _request_keys(
 
 
 def _choose(scores: Tensor, eligible: Tensor, k: int) -> Tensor:
-    """The k best eligible columns, ascending, then -1. Two stable sorts: ties keep the smaller index, and an eligible
-    score of -inf still beats what is not eligible. [t, S] -> int32 [t, k]"""
+    """The k best eligible columns, ascending, then -1. Two stable sorts: ties keep the smaller index, and an
+    eligible score of -inf still beats what is not eligible. [t, S] -> int32 [t, k]"""
     order = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     order = order.sort(dim=-1, descending=True, stable=True).indices
     rank = eligible.gather(1, order).sort(dim=-1, descending=True, stable=True).indices
@@ -74,7 +80,9 @@ def candidate_blocks(scores: Tensor, num_states: Tensor, num_blocks: int, block_
     seen = torch.where(_visible(scores, num_states) & ~scores.isnan(), scores, -torch.inf)
     seen = torch.nn.functional.pad(seen, (0, -seen.shape[1] % block_states), value=-torch.inf)
     best = seen.unflatten(1, (-1, block_states)).amax(-1)
-    newest = (num_states.unsqueeze(1) - 1).div(block_states, rounding_mode="floor")  # -1 where nothing is visible
+    newest = (num_states.unsqueeze(1) - 1).div(
+        block_states, rounding_mode="floor"
+    )  # -1 where nothing is visible
     block = torch.arange(best.shape[1], device=scores.device)
     best = torch.where(block == newest, torch.inf, best)
     return _choose(best, best > -torch.inf, num_blocks)

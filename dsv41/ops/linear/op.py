@@ -1,10 +1,10 @@
 """Matrix products with the release's stored weights.
 
-    linear_fp8     y = quantise(x) @ (weight * scale)^T    weight e4m3 with one e8m0 scale per 32x32 tile; the input is
-                   quantised per row and 32 columns when `quantise` (W8A8), otherwise used as it is
-    linear         y = x @ weight^T                        bf16 or fp32 weight, no quantisation, any output dtype
-    grouped_output z_g = weight_g @ unrotate(o)_g          the inverse rotation, then one low-rank product per group of
-                   heads; the fp8 weight is used dequantised and the input is not quantised
+    linear_fp8      y = quantise(x) @ (weight * scale)^T     e4m3 weight, one e8m0 scale per 32x32 tile
+                    the input is quantised per row and 32 columns if `quantise` (W8A8), else used as it is
+    linear          y = x @ weight^T                         bf16 or fp32 weight, any output dtype
+    grouped_output  z_g = (weight * scale)_g @ unrotate(o)_g one low-rank product per group of heads
+                    the input is rotated back and not quantised
 
 T token rows, K input and N output features, H heads, d head dimension, G groups, O rank of a group, r rotated
 channels. Accumulation is fp32 or better; the result is rounded once.

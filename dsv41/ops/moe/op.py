@@ -6,12 +6,12 @@
     expert(x, g) = w2 @ (silu(min(w1 @ x, limit)) * clamp(w3 @ x, -limit, limit) * g)
     y        = sum over chosen expert_i(x, weight_i) + shared(x)
 
-The bias chooses and never weighs; the routing weight enters before w2 and its input quantisation (spec/model.md 5).
-Rows that are not `valid` choose id -1 with weight 0 and get 0 from the routed experts.
+The bias chooses and never weighs; the routing weight enters before w2 and its input quantisation
+(spec/model.md 5). Rows that are not `valid` choose id -1 with weight 0 and get 0 from the routed experts.
 
-T token rows, D hidden size, E experts, k chosen experts, I expert width. `gate_up` joins w1 and w3: packed e2m1
-[E, 2I, D/2] with e8m0 scales [E, 2I, D/32]; `down` is w2: [E, D, I/2], [E, D, I/32]. The shared expert is fp8 with
-32x32 scales: [2I, D] and [D, I].
+T token rows, D hidden size, E experts, k chosen experts, I expert width. `gate_up` joins w1 and w3: packed
+e2m1 [E, 2I, D/2] with e8m0 scales [E, 2I, D/32]; `down` is w2: [E, D, I/2], [E, D, I/32]. The shared expert
+is fp8 with 32x32 scales: [2I, D] and [D, I].
 """
 
 from __future__ import annotations

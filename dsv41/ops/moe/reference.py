@@ -27,7 +27,9 @@ def route(
     scores = F.softplus(exact_matmul(x, gate)).sqrt()
     biased = scores + torch.where(is_image.unsqueeze(1), image_bias, bias)
     biased = biased.nan_to_num(nan=-torch.inf)  # a NaN row must still choose valid ids; its weights stay NaN
-    order = biased.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]  # stable: ties keep the smaller id
+    order = biased.sort(dim=-1, descending=True, stable=True).indices[
+        :, :top_k
+    ]  # stable: ties keep the smaller id
     chosen = scores.gather(1, order)
     weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * route_scale
     ids = torch.where(valid.unsqueeze(1), order, -1).to(torch.int32)
@@ -37,7 +39,8 @@ def route(
 def _feed_forward(
     x: Tensor, gate_up: Tensor, down: Tensor, route_weight: Tensor | None, limit: float, quantise: bool
 ) -> Tensor:
-    """One SwiGLU expert on its rows: x [t, D], float32 weights [2I, D] and [D, I], route_weight [t] or None."""
+    """One SwiGLU expert on its rows: x [t, D], float32 weights [2I, D] and [D, I], route_weight [t] or
+    None."""
     x_q = records.round_trip(x, "fp8_32") if quantise else x
     gate, up = exact_matmul(x_q, gate_up).to(x.dtype).float().chunk(2, dim=-1)
     hidden = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)

@@ -1,10 +1,10 @@
 """What a layer reads its input for: the joined low-rank projections, and beside them the small side products.
 
-    down = quantise(x) @ (weight * scale)^T     rows of `weight`: query down-projection | window KV          [T, N]
-    side = x @ side_weight^T                    rows: compressor KV | compressor gate | index head weights   [T, n] fp32
+    down = quantise(x) @ (weight * scale)^T   [T, N]       rows: query down-projection | window KV
+    side = x @ side_weight^T                  [T, n] fp32  rows: compressor KV | its gate | index head weights
 
-Both read the same row and neither needs the other, so an implementation may run them on two CUDA streams. n is 0 in a
-layer that owns neither compressor nor indexer.
+Both read the same row and neither needs the other, so an implementation may run them on two CUDA streams. n
+is 0 in a layer that owns neither compressor nor indexer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _project_inputs_fake(
 
 project_inputs = declare(
     "projections",
-    "project_inputs(Tensor x, Tensor weight, Tensor scale, Tensor side_weight, bool quantise, str linear_impl,"
-    " str impl) -> (Tensor, Tensor)",
+    "project_inputs(Tensor x, Tensor weight, Tensor scale, Tensor side_weight, bool quantise,"
+    " str linear_impl, str impl) -> (Tensor, Tensor)",
     fake=_project_inputs_fake,
 )

@@ -1,13 +1,13 @@
 """Publishing: rotate, quantise, and store in a paged cache by slot. A slot of -1 writes nothing.
 
-    publish_window   the window KV of every row: norm, rotation, store; and beside it the rotation of its queries
+    publish_window   the window KV of every row: norm, rotation, store; returns its queries rotated
     publish_states   compressed states: rotation, store
     publish_index_k  index keys: norm, rotation, store
 
-T token rows, H heads, d channels, r rotated channels. `cos_sin [T, r]` holds the angles of the row's own position, or
-of its group's first token for states and index keys (model/rope.py). `record` names the byte format (ops/records.py);
-plain rows store what the release would have quantised, after the same round trip, when `quantise`. `page_states` is
-the number of states of one page; slot = page * page_states + offset, int64.
+T token rows, H heads, d channels, r rotated channels. `cos_sin [T, r]` holds the angles of the row's own
+position, or of its group's first token for states and index keys (model/rope.py). `record` names the byte
+format (ops/records.py); plain rows store what the release would have quantised, after the same round trip,
+when `quantise`. `page_states` is the number of states of one page; slot = page * page_states + offset, int64.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def _publish_index_k_fake(
 
 publish_window = declare(
     "publish",
-    "publish_window(Tensor q, Tensor kv, Tensor norm, Tensor cos_sin, Tensor slots, Tensor(a!) cache, str record,"
-    " int page_states, float eps, bool quantise, str impl) -> Tensor",
+    "publish_window(Tensor q, Tensor kv, Tensor norm, Tensor cos_sin, Tensor slots, Tensor(a!) cache,"
+    " str record, int page_states, float eps, bool quantise, str impl) -> Tensor",
     fake=_publish_window_fake,
 )
 publish_states = declare(
     "publish",
-    "publish_states(Tensor latent, Tensor cos_sin, Tensor slots, Tensor(a!) cache, str record, int page_states,"
-    " bool quantise, str impl) -> ()",
+    "publish_states(Tensor latent, Tensor cos_sin, Tensor slots, Tensor(a!) cache, str record,"
+    " int page_states, bool quantise, str impl) -> ()",
     fake=_publish_states_fake,
 )
 publish_index_k = declare(

@@ -1,4 +1,5 @@
-"""Publishing in plain PyTorch. Every value is rounded where the release rounds it: after the norm, after the rotation."""
+"""Publishing in plain PyTorch. Every value is rounded where the release rounds it: after the norm, after the
+rotation."""
 
 from __future__ import annotations
 

@@ -1,0 +1,399 @@
+"""The command line: `python -m dsv41.run {bench,generate,check,inspect}`; without arguments, `bench` of `tiny`.
+
+Results go to stdout, everything else to stderr. Exit codes: 0 ok, 1 a check failed, 2 usage or config, 3 model
+files, 4 unsupported device, 5 out of memory, 6 runtime fault. This is the only file that touches the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import torch
+
+import dsv41
+from dsv41.config import EngineConfig, ModelConfig, Numerics
+from dsv41.hardware import detect
+from dsv41.model.checkpoint import CheckpointError
+from dsv41.model.costs import weights_by_part
+from dsv41.presets import PRESETS
+from dsv41.runner import check, report
+from dsv41.runner.bench import Bench, ParityError, Workload, load_scenario
+from dsv41.runner.engine import Engine
+from dsv41.runner.load import LOAD_FORMATS, Blueprint, Model, blueprint, load
+from dsv41.runner.request import SamplingParams
+
+SLOW_SECONDS = 2.0  # between two progress lines
+CONTEXTS = (4096, 131072, 1048576)
+BENCH_LISTS = ("batch", "prompt_len", "gen_len", "depth", "mode")
+
+
+class DeviceError(Exception):
+    """The device is not there, or cannot do what was asked."""
+
+
+class CheckFailed(Exception):
+    """`check` found a difference."""
+
+
+# The first matching type decides; anything else is a bug and keeps its traceback.
+EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
+    (CheckFailed, 1),
+    (ParityError, 1),
+    (CheckpointError, 3),
+    (ValueError, 2),
+    (OSError, 3),
+    (DeviceError, 4),
+    (MemoryError, 5),
+    (torch.OutOfMemoryError, 5),
+    (RuntimeError, 6),
+    (AssertionError, 6),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded
+    try:
+        args = _parser().parse_args(argv or ["bench"])
+        with _output(args.output) as args.lines:
+            args.command(args)
+        sys.stdout.flush()
+        return 0
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:  # the reader of stdout left, as `head` does; the flush at exit must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except tuple(kind for kind, _ in EXIT_CODES) as error:
+        if "--debug" in argv:
+            traceback.print_exc()
+        return _fail(_sentence(error), next(code for kind, code in EXIT_CODES if isinstance(error, kind)))
+
+
+def _fail(sentence: str, code: int) -> int:
+    print(f"error: {sentence}", file=sys.stderr)
+    return code
+
+
+def _sentence(error: BaseException) -> str:
+    """One line. torch's messages are pages long; their first line says what happened."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+@contextmanager
+def _output(path: str | None) -> Iterator[TextIO | None]:
+    """The --output file, opened before any work is done."""
+    if path is None:
+        yield None
+        return
+    try:
+        file = Path(path).open("w", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--output {path}: {error.strerror}") from error
+    with file:
+        yield file
+
+
+# -- commands ------------------------------------------------------------------------------------------------
+
+
+def bench(args: argparse.Namespace) -> None:
+    workload = _workload(args)
+    model = _load(args, _blueprint(args))
+    run = Bench(model, workload, args.seed, args.say)
+    _print(report.bench_head(run))
+    rows = []
+    for row in run.rows():
+        _print([report.bench_line(row)])
+        _write(args, row)
+        rows.append({key: value for key, value in row.items() if key not in run.setting()})
+        rows[-1]["milliseconds"] = {k: v for k, v in row["milliseconds"].items() if k != "samples"}
+    print(json.dumps({"bench": model.blueprint.source, **run.setting(), "rows": rows}))
+
+
+def generate(args: argparse.Namespace) -> None:
+    params = SamplingParams(args.max_tokens, args.temperature, args.top_p, args.seed, args.ignore_eos)
+    plan = _blueprint(args)
+    if args.prompt_ids is not None:
+        _check_prompt(args.prompt_ids, params, plan.config)  # before minutes of loading
+    elif plan.directory is None:
+        raise ValueError(f"--prompt needs a tokenizer, and preset {plan.source} has none: give --prompt-ids")
+    model = _load(args, plan)
+    prompt = args.prompt_ids
+    if prompt is None:
+        if model.tokenizer is None:
+            raise ValueError(f"--prompt needs a tokenizer.json in {plan.source}: give --prompt-ids")
+        if not args.prompt:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        prompt = model.tokenizer.encode(args.prompt)
+        _check_prompt(prompt, params, plan.config)
+    context = len(prompt) + params.max_tokens
+    engine = Engine(
+        model,
+        EngineConfig(
+            max_batch_tokens=min(context, 2048), max_requests=1, max_context_tokens=context, seed=args.seed
+        ),
+    )
+    tokens, reason = _stream(engine, prompt, params, as_text=args.prompt is not None)
+    text = model.tokenizer.decode(tokens) if model.tokenizer else None
+    _write(args, {"prompt_ids": prompt, "tokens": tokens, "text": text, "finish_reason": reason})
+
+
+def _stream(
+    engine: Engine, prompt: Sequence[int], params: SamplingParams, as_text: bool
+) -> tuple[list[int], str | None]:
+    """Print tokens as they come: their text, or their ids separated by spaces."""
+    tokens: list[int] = []
+    shown, reason = "", None
+    for event in engine.stream([prompt], params):
+        if event.error:
+            raise RuntimeError(event.error)
+        tokens.append(event.token)
+        reason = event.finish_reason
+        if as_text:
+            assert engine.model.tokenizer is not None, "text needs a tokenizer"
+            visible = engine.model.tokenizer.decode(tokens[:-1] if reason == "stop" else tokens)
+            if visible.endswith("\ufffd") and reason is None:
+                continue  # in the middle of a character
+        else:
+            visible = " ".join(map(str, tokens))
+        print(visible[len(shown) :], end="", flush=True)
+        shown = visible
+    print()
+    return tokens, reason
+
+
+def run_check(args: argparse.Namespace) -> None:
+    receipts = []
+    plan = _blueprint(args)
+
+    def record(receipt: check.Receipt) -> None:
+        receipts.append(receipt)
+        _print([report.receipt_line(receipt)])
+        _write(args, {**vars(receipt), "verdict": receipt.verdict})
+
+    for receipt in check.parity(plan.hardware.device, args.backends, args.say):
+        record(receipt)
+    model = _load(args, plan)
+    args.say(f"invariants on {plan.source}, {plan.config.numerics.value}")
+    for receipt in check.invariants(model, args.seed):
+        record(receipt)
+    _print(report.check_lines(receipts))
+    failed = [receipt.name for receipt in receipts if receipt.verdict == "FAIL"]
+    if failed:
+        raise CheckFailed(f"{len(failed)} of {len(receipts)} checks failed, first {failed[0]}")
+
+
+def inspect(args: argparse.Namespace) -> None:
+    plan = _blueprint(args)
+    contexts = args.context or sorted({min(context, plan.config.max_tokens) for context in CONTEXTS})
+    _print(report.config_lines(plan) + report.plan_lines(plan.plan))
+    _print(report.cache_lines(plan.layout, contexts))
+    args.say("adding up the checkpoint's tensors")
+    weights = weights_by_part(plan.config)
+    _print(report.memory_lines(weights, plan.layout, contexts, plan.hardware))
+    _print(report.backend_lines(plan.backends, plan.hardware))
+    segments = None
+    if not args.no_segments:
+        args.say(f"tracing {plan.config.num_layers} layers without weights")
+        segments = report.meta_segments(plan)
+        _print(report.segment_lines(segments))
+    _print(report.environment_lines(plan.hardware))
+    _write(args, report.inspect_json(plan, weights, contexts, segments))
+
+
+# -- what commands share -------------------------------------------------------------------------------------
+
+
+def _print(lines: Sequence[str]) -> None:
+    print("\n".join(lines), flush=True)
+
+
+def _write(args: argparse.Namespace, row: dict[str, Any]) -> None:
+    if args.lines is not None:
+        args.lines.write(json.dumps(row) + "\n")
+        args.lines.flush()
+
+
+def _blueprint(args: argparse.Namespace) -> Blueprint:
+    args.say = (lambda line: None) if args.quiet else (lambda line: print(line, file=sys.stderr, flush=True))
+    if args.model is not None and not Path(args.model).is_dir():
+        raise FileNotFoundError(f"--model {args.model} is not a directory, and nothing is ever downloaded")
+    try:
+        device = detect(args.device).device
+    except ValueError as error:
+        raise DeviceError(str(error)) from error
+    return blueprint(
+        args.model,
+        preset_name=args.preset,
+        overrides=args.set,
+        numerics=args.numerics,
+        device=device,
+        backends=args.backends,
+    )
+
+
+def _load(args: argparse.Namespace, plan: Blueprint) -> Model:
+    needed, memory = report.text_bytes(weights_by_part(plan.config)), report.device_memory(plan.hardware)
+    if needed > memory:
+        sizes = f"{report.size(needed)} of weights and {plan.hardware.name} has {report.size(memory)}"
+        raise MemoryError(f"{plan.source} needs {sizes} (`inspect` shows the bill)")
+    last = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > SLOW_SECONDS:
+            last = time.monotonic()
+            args.say(f"loaded {done / total:.0%} of {report.size(total)}")
+
+    args.say(f"loading {plan.source}: {report.size(needed)}")
+    model = load(plan, load_format=args.load_format, seed=args.seed, progress=progress)
+    args.say(model.report.summary() if model.report else "the weights are stand-ins: the text means nothing")
+    return model
+
+
+def _check_prompt(tokens: Sequence[int], params: SamplingParams, config: ModelConfig) -> None:
+    if not tokens:
+        raise ValueError("the prompt is empty: it needs at least one token")
+    wrong = next((token for token in tokens if not 0 <= token < config.vocab_size), None)
+    if wrong is not None:
+        raise ValueError(f"token id {wrong} is outside the vocabulary of {config.vocab_size} ids")
+    if len(tokens) + params.max_tokens > config.max_tokens:
+        raise ValueError(
+            f"a prompt of {len(tokens)} tokens and {params.max_tokens} new ones exceed the model's "
+            f"{config.max_tokens} tokens"
+        )
+
+
+def _workload(args: argparse.Namespace) -> Workload:
+    """From the flags, or from a scenario file, whose preset then is the default."""
+    given = {name: getattr(args, name) for name in BENCH_LISTS if getattr(args, name) is not None}
+    workload = Workload()
+    if args.scenario is not None:
+        if given:
+            flag = next(iter(given)).replace("_", "-")
+            raise ValueError(f"--scenario {args.scenario} already says --{flag}")
+        preset, workload = load_scenario(_scenario_path(args.scenario))
+        if args.model is None and args.preset is None:
+            args.preset = preset
+    if "graph" in given.get("mode", ()):
+        raise DeviceError("--mode graph: CUDA graphs need a GPU and come with the captured step; use eager,compile")
+    given |= {name: getattr(args, name) for name in ("repeat", "warmup") if getattr(args, name) is not None}
+    return replace(workload, **given)
+
+
+def _scenario_path(name: str) -> Path:
+    folders = [root / "profiles" / "scenarios" for root in (Path.cwd(), Path(dsv41.__path__[0]).parent)]
+    found = {path.stem: path for folder in reversed(folders) for path in sorted(folder.glob("*.toml"))}
+    if name not in found:
+        raise ValueError(f"--scenario {name}: there are {', '.join(found) or 'none in profiles/scenarios'}")
+    return found[name]
+
+
+# -- arguments -----------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line per mistake, and no exit of its own."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+
+def _count(text: str) -> int:
+    """A natural number; 4k is 4096, 1M is 1048576."""
+    match = re.fullmatch(r"(\d{1,15})([kM]?)", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number such as 64, 4k or 1M")
+    return int(match[1]) * {"": 1, "k": 1 << 10, "M": 1 << 20}[match[2]]
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_count(item) for item in text.split(","))
+
+
+def _ids(text: str) -> list[int]:
+    if not text.strip():
+        return []
+    if re.fullmatch(r"\s*-?\d{1,18}\s*(,\s*-?\d{1,18}\s*)*", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3")
+    return [int(item) for item in text.split(",")]
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(item.strip() for item in text.split(","))
+
+
+def _device(text: str) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of auto, cpu, cuda, cuda:N")
+    return text
+
+
+def _shared() -> argparse.ArgumentParser:
+    shared = _Parser(add_help=False)
+    shared.add_argument("--model", metavar="DIR", help="a checkpoint in the released format; never downloaded")
+    shared.add_argument("--preset", metavar="NAME", help=f"{', '.join(PRESETS)} (default tiny), with stand-in weights")
+    shared.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the config")
+    shared.add_argument("--load-format", choices=LOAD_FORMATS, default="auto")
+    shared.add_argument("--seed", type=_count, default=0)
+    shared.add_argument("--device", type=_device, default="auto", help="auto, cpu, cuda or cuda:N")
+    shared.add_argument("--numerics", choices=[choice.value for choice in Numerics], default=Numerics.BF16.value)
+    shared.add_argument("--backends", metavar="SPEC", help="PRESET, FAMILY=IMPL,... or both")
+    shared.add_argument("--output", metavar="FILE.jsonl", help="one JSON object a line")
+    shared.add_argument("--quiet", action="store_true", help="results and errors only")
+    shared.add_argument("--debug", action="store_true", help="show tracebacks")
+    return shared
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m dsv41.run", description=__doc__.splitlines()[0] if __doc__ else None)
+    commands = parser.add_subparsers(required=True, metavar="{bench,generate,check,inspect}")
+    shared = _shared()
+
+    sub = commands.add_parser("bench", parents=[shared], help="measure prefill and decode")
+    sub.set_defaults(command=bench)
+    for flag in ("--batch", "--prompt-len", "--gen-len", "--depth"):
+        sub.add_argument(flag, type=_counts, metavar="N,...")
+    sub.add_argument("--mode", type=_names, metavar="MODE,...", help="eager, compile")
+    sub.add_argument("--repeat", type=_count)
+    sub.add_argument("--warmup", type=_count)
+    sub.add_argument("--scenario", metavar="NAME", help="a file of profiles/scenarios instead of lists")
+
+    sub = commands.add_parser("generate", parents=[shared], help="continue a prompt")
+    sub.set_defaults(command=generate)
+    prompt = sub.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3")
+    sub.add_argument("--max-tokens", type=_count, default=16)
+    sub.add_argument("--temperature", type=float, default=0.0)
+    sub.add_argument("--top-p", type=float, default=1.0)
+    sub.add_argument("--ignore-eos", action="store_true")
+
+    sub = commands.add_parser("check", parents=[shared], help="compare with the release, and with itself")
+    sub.set_defaults(command=run_check)
+
+    sub = commands.add_parser("inspect", parents=[shared], help="what would run; needs no weights and no GPU")
+    sub.set_defaults(command=inspect)
+    sub.add_argument("--context", type=_counts, metavar="N,...", help="tokens, for the cache sizes")
+    sub.add_argument("--no-segments", action="store_true", help="do not trace the graph")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

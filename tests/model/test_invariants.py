@@ -1,0 +1,403 @@
+"""What must hold bit for bit on the reference backend, whatever the numbers are.
+
+The truth of a prompt is its one-shot: alone in an engine, all rows in one step. Caches start as 0xFF bytes, which is
+NaN in every float format and a huge scale in every packed one, so a read of what nobody wrote cannot pass unseen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv41.config import EngineConfig
+from dsv41.model.caches import KVCaches
+from dsv41.model.inputs import StepInputs, StepOutput
+from dsv41.model.layout import OPEN_ROWS
+from dsv41.ops import records
+from dsv41.runner.engine import Engine
+from dsv41.runner.inputs import build_step
+from dsv41.runner.load import Model, blueprint, load
+from dsv41.runner.request import Request, SamplingParams
+
+torch.set_num_threads(1)  # these matrices are tiny: on a busy machine a second thread costs more than it gives
+
+PAGE_TOKENS = 4  # smaller than every window: pages are crossed, and given back, all the time
+PACKED = "cpu,window_record=scaled_528{0},state_record=nvfp4_288{0},index_record=mxfp4_68"
+VENDOR = "cpu,window_record=mixed_584,state_record=mixed_584,index_record=fp8_132"
+
+Feeds = list[list[int]]  # the rows of every call, for every request
+
+
+@cache
+def model(preset: str, numerics: str = "bf16", backends: str | None = None) -> Model:
+    plan = blueprint(
+        preset_name=preset, numerics=numerics, device="cpu", backends=backends, page_tokens=PAGE_TOKENS
+    )
+    return load(plan)
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(6, 370, (num_tokens,), generator=generator).tolist()
+
+
+class Session:
+    """One engine with a request per prompt; `feed` computes the next rows of some of them."""
+
+    def __init__(self, chosen: Model, prompts: Sequence[Sequence[int]], spare_requests: int = 0) -> None:
+        config = EngineConfig(
+            page_tokens=PAGE_TOKENS,
+            max_requests=len(prompts) + spare_requests,
+            max_context_tokens=max(map(len, prompts)) + 1,
+        )
+        self.engine = Engine(chosen, config)
+        for tensor in self.engine.caches.tensors():
+            tensor.view(torch.uint8).fill_(0xFF)
+        self.requests: list[Request] = []
+        self.hidden: list[Tensor] = []  # of every request, all rows so far
+        for tokens in prompts:
+            self.add(tokens)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        self.requests.append(self.engine.add(tokens, SamplingParams(max_tokens=1)))
+        self.hidden.append(torch.empty(0))
+
+    def inputs(self, counts: Sequence[tuple[int, int]]) -> StepInputs:
+        return self.engine.step_inputs([(self.requests[number], count) for number, count in counts])
+
+    @torch.inference_mode()
+    def run(self, step: StepInputs, caches: KVCaches | None = None) -> StepOutput:
+        return self.engine.run(step, caches or self.engine.caches)
+
+    def feed(self, counts: Sequence[tuple[int, int]]) -> None:
+        """The next `count` rows of request `number`, for every (number, count)."""
+        output = self.run(self.inputs(counts))
+        parts = output.hidden.split([count for _, count in counts])
+        for (number, count), part in zip(counts, parts, strict=True):
+            self.requests[number].num_computed += count
+            self.hidden[number] = torch.cat((self.hidden[number].to(part.dtype), part))
+
+    def feed_all(self, feeds: Feeds) -> None:
+        """Call i computes entry i of every request's list: all in one batch."""
+        for call in range(max(map(len, feeds))):
+            self.feed([(number, sizes[call]) for number, sizes in enumerate(feeds) if call < len(sizes)])
+
+    def slots(self, pages: Sequence[int], states: range, page_states: int) -> Tensor:
+        places = [pages[state // page_states] * page_states + state % page_states for state in states]
+        return torch.tensor(places, dtype=torch.int64)
+
+    def stored(self, number: int) -> dict[str, tuple[int, Tensor]]:
+        """Every cached value a later step of the request may read: name -> (first position or state, rows)."""
+        request, caches, chosen = self.requests[number], self.engine.caches, self.engine.model
+        config, backends, done = chosen.config, chosen.backends, request.num_computed
+        dtype = chosen.decoder.context.dtype
+        held = next((i for i, page in enumerate(request.window_pages) if page), 0) * PAGE_TOKENS
+        slots = self.slots(request.window_pages, range(held, done), PAGE_TOKENS)
+        found = {}
+        for layer, tensor in caches.window.items():
+            rows = records.read_slots(
+                backends.window_record, tensor, slots, PAGE_TOKENS, config.head_dim, config.rope_dim, dtype
+            )
+            found[f"window {layer}"] = held, rows
+        for name, group, record, dim, rope_dim in (
+            ("states", caches.states, backends.state_record, config.head_dim, config.rope_dim),
+            ("index_k", caches.index_k, backends.index_record, config.index_dim, 0),
+        ):
+            for layer, tensor in group.items():
+                ratio = config.ratios[layer]
+                page_states = PAGE_TOKENS // ratio
+                slots = self.slots(request.pages, range(done // ratio), page_states)
+                rows = records.read_slots(record, tensor, slots, page_states, dim, rope_dim, dtype)
+                found[f"{name} {layer}"] = 0, rows
+        return found
+
+    def own_bytes(self, number: int) -> list[Tensor]:
+        """Copies of all bytes of the request's pages and open groups."""
+        request, caches = self.requests[number], self.engine.caches
+        window = [page for page in request.window_pages if page]
+        copies = [tensor[window] for tensor in caches.window.values()]
+        copies += [tensor[request.pages] for group in (caches.states, caches.index_k) for tensor in group.values()]
+        first = request.slot * OPEN_ROWS
+        copies += [tensor[first : first + OPEN_ROWS] for tensor in caches.open_groups.values()]
+        return [as_bytes(copy) for copy in copies]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8).clone()
+
+
+def one_shot(chosen: Model, tokens: Sequence[int]) -> Session:
+    session = Session(chosen, [tokens])
+    session.feed([(0, len(tokens))])
+    return session
+
+
+def assert_same(session: Session, number: int, truth: Session) -> None:
+    """Request `number` has seen a prefix of the truth's prompt: equal hidden rows, logits and cached values."""
+    decoder, done = session.engine.model.decoder, session.requests[number].num_computed
+    hidden, expected = session.hidden[number], truth.hidden[0][:done]
+    assert torch.equal(hidden, expected)
+    assert torch.equal(decoder.logits(hidden[-1:]), decoder.logits(truth.hidden[0])[done - 1 : done])
+    wanted = truth.stored(0)
+    for name, (first, rows) in session.stored(number).items():
+        assert torch.equal(rows, wanted[name][1][first : first + len(rows)]), name
+
+
+def assert_reaches_everything(truth: Session) -> None:
+    """Compressed rows exist at both ratios, top-k drops some, the candidate mask removes blocks that a later layer
+    would score, the window has moved on, and Engram reads different rows for different tokens."""
+    chosen, request = truth.engine.model, truth.requests[0]
+    config, done = chosen.config, request.num_computed
+    for ratio in (1, 2):
+        assert done // ratio > config.index_topk
+    assert done > config.window_tokens
+    assert done > config.candidate_blocks * config.candidate_block_states
+    assert any(plan.reads_candidates for plan in chosen.plan)
+    request.num_computed = 0
+    step = truth.inputs([(0, done)])
+    request.num_computed = done
+    tables = [layer.engram for layer in chosen.decoder.layers if layer.engram is not None]
+    assert tables
+    for table in tables:
+        assert len(table.hash(step, chosen.decoder.token_map).unique(dim=0)) > done // 2
+
+
+# -- chunks -----------------------------------------------------------------------------------------------
+
+
+def two_calls(window: int) -> Feeds:
+    """Every length up to three windows, every split."""
+    lengths = range(1, 3 * window + 1)
+    return [[first, length - first] for length in lengths for first in range(1, length)] + [[n] for n in lengths]
+
+
+def three_calls(window: int) -> Feeds:
+    draw = random.Random(3)
+    cuts = [sorted(draw.sample(range(1, 3 * window), 2)) for _ in range(20)]
+    return [[a, b - a, 3 * window - b] for a, b in cuts]
+
+
+def forty_then_decode(window: int) -> Feeds:
+    """A prompt of forty tokens split at every point, then decoded one by one."""
+    return [[first, 40 - first, *[1] * 6] for first in range(1, 40)]
+
+
+def one_by_one(window: int) -> Feeds:
+    return [[1] * (3 * window)]
+
+
+def assert_chunks_equal_one_shot(chosen: Model, feeds: Feeds) -> None:
+    tokens = prompt(max(map(sum, feeds)))
+    truth = one_shot(chosen, tokens)
+    assert_reaches_everything(truth)
+    session = Session(chosen, [tokens[: sum(sizes)] for sizes in feeds])
+    session.feed_all(feeds)
+    for number in range(len(feeds)):
+        assert_same(session, number, truth)
+
+
+@pytest.mark.parametrize("feeds", [two_calls, three_calls, forty_then_decode, one_by_one])
+@pytest.mark.parametrize(
+    ("preset", "numerics"), [("tiny", "bf16"), ("odd", "bf16"), ("tiny", "fp32-noquant")]
+)
+def test_chunks_equal_one_shot(preset: str, numerics: str, feeds: Callable[[int], Feeds]) -> None:
+    """Catches state that depends on where a call began: window rows, open pairs, visible counts, lookback, positions
+    counted from the chunk. The truth is alone and longer, so it also shows decode that differs from prefill."""
+    chosen = model(preset, numerics)
+    assert_chunks_equal_one_shot(chosen, feeds(chosen.config.window_tokens))
+
+
+def test_chunks_equal_one_shot_in_vendor_records() -> None:
+    """`mixed_584` and `fp8_132` need the real widths, hence the `kernel` preset and few lengths."""
+    chosen = model("kernel", backends=VENDOR)
+    assert_chunks_equal_one_shot(chosen, [[first, 140 - first] for first in (1, 64, 127, 139)])
+
+
+@pytest.mark.parametrize("suffix", ["", "_split"])
+@pytest.mark.parametrize("preset", ["tiny", "odd"])
+def test_packed_records_equal_plain_rows(preset: str, suffix: str) -> None:
+    """Plain rows hold what the release would have quantised, after the round trip; every such value is a few bits
+    times a power of two (or an e4m3 scale), exact in bf16. So the bytes may change and no result may. Catches a
+    record that quantises twice, or an address that is right in one placement only."""
+    plain, packed = model(preset), model(preset, backends=PACKED.format(suffix))
+    truth = one_shot(plain, prompt(3 * plain.config.window_tokens))
+    assert_reaches_everything(truth)
+    session = Session(packed, [prompt(len(truth.hidden[0]))])
+    assert all(
+        tensor.dtype == torch.uint8
+        for group in (session.engine.caches.window, session.engine.caches.states, session.engine.caches.index_k)
+        for tensor in group.values()
+    )
+    session.feed_all([[13, len(truth.hidden[0]) - 14, 1]])
+    assert_same(session, 0, truth)
+
+
+# -- company ----------------------------------------------------------------------------------------------
+
+# (prompt length, rows of an earlier call): fresh, resumed on an even and on an odd token, decode rows, one token
+COMPANY = ((29, 0), (31, 10), (40, 17), (38, 37), (33, 32), (1, 0), (7, 6))
+
+
+@cache
+def truths(preset: str) -> list[Session]:
+    found = [one_shot(model(preset), prompt(length, seed)) for seed, (length, _) in enumerate(COMPANY)]
+    assert len({tuple(truth.hidden[0][0].tolist()) for truth in found}) == len(COMPANY), "equal prompts hide a mix-up"
+    assert_reaches_everything(max(found, key=lambda truth: len(truth.hidden[0])))
+    return found
+
+
+def company(preset: str) -> tuple[Session, list[tuple[int, int]]]:
+    """A session before a step that mixes all kinds of rows, and that step."""
+    session = Session(model(preset), [prompt(length, seed) for seed, (length, _) in enumerate(COMPANY)])
+    session.feed([(number, done) for number, (_, done) in enumerate(COMPANY) if done])
+    return session, [(number, length - done) for number, (length, done) in enumerate(COMPANY)]
+
+
+def permuted(step: StepInputs, order: Tensor) -> StepInputs:
+    """The same rows in another order: row i of the result is row `order[i]`."""
+    meta, new_row = step.attention, order.argsort()
+    partner = meta.partner_row[order]
+    attention = replace(
+        meta,
+        row_request=meta.row_request[order],
+        window_write=meta.window_write[order],
+        window_read=meta.window_read[order],
+        state_write={ratio: slots[order] for ratio, slots in meta.state_write.items()},
+        num_states={ratio: counts[order] for ratio, counts in meta.num_states.items()},
+        partner_row=torch.where(partner < 0, -1, new_row[partner.clamp(min=0)]),
+        partner_slot=meta.partner_slot[order],
+        open_slot=meta.open_slot[order],
+    )
+    return replace(
+        step,
+        token_ids=step.token_ids[order],
+        positions=step.positions[order],
+        is_image=step.is_image[order],
+        lookback=step.lookback[order],
+        attention=attention,
+    )
+
+
+def copied(caches: KVCaches) -> KVCaches:
+    groups = (caches.window, caches.states, caches.index_k, caches.open_groups)
+    return KVCaches(*({layer: tensor.clone() for layer, tensor in group.items()} for group in groups))
+
+
+def assert_same_caches(a: KVCaches, b: KVCaches) -> None:
+    for mine, other in zip(a.tensors(), b.tensors(), strict=True):
+        assert torch.equal(as_bytes(mine), as_bytes(other))
+
+
+@pytest.mark.parametrize("preset", ["tiny", "odd"])
+def test_company_and_request_order_do_not_matter(preset: str) -> None:
+    """Every request of a mixed batch, in three orders, equals itself alone. Catches rows that read a neighbour's
+    pages, and results that follow the number of rows."""
+    for order in (range(7), range(6, -1, -1), (3, 0, 5, 2, 6, 1, 4)):
+        session, counts = company(preset)
+        session.feed([counts[number] for number in order])
+        for number, truth in enumerate(truths(preset)):
+            assert_same(session, number, truth)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "odd"])
+def test_row_order_does_not_matter(preset: str) -> None:
+    """Catches an implementation that takes a row's place for its position, or its neighbour for its partner."""
+    session, counts = company(preset)
+    step = session.inputs(counts)
+    assert bool((step.attention.partner_row >= 0).any())
+    assert bool((step.attention.partner_slot >= 0).any())
+    before = copied(session.engine.caches)
+    output = session.run(step)
+    for seed in range(3):
+        order = torch.randperm(step.num_rows, generator=torch.Generator().manual_seed(seed))
+        caches = copied(before)
+        shuffled = session.run(permuted(step, order), caches)
+        assert torch.equal(shuffled.hidden, output.hidden[order])
+        assert_same_caches(caches, session.engine.caches)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "odd"])
+def test_padding_does_nothing(preset: str) -> None:
+    """A bucket's padding rows carry hostile tokens, positions and history; only their request, slots and counts say
+    that they are padding. Catches a padding row that writes, that is counted, or that disturbs a live row."""
+    session, counts = company(preset)
+    scheduled = [(session.requests[number], count) for number, count in counts]
+    exact = session.inputs(counts)
+    live, rows = exact.num_rows, 128
+    assert live < rows
+    engine = session.engine
+    step = build_step(
+        scheduled,
+        engine.model.config,
+        engine.layout,
+        max_requests=engine.engine.max_requests,
+        max_pages=engine.max_pages,
+        num_rows=rows,
+    )
+    step.token_ids[live:] = engine.model.config.vocab_size - 1
+    step.positions[live:] = torch.arange(rows - live) * 1001
+    step.is_image[live::2] = True
+    step.lookback[live:] = 7
+    before = copied(engine.caches)
+    padded = session.run(step)
+    caches = copied(before)
+    assert torch.equal(padded.hidden[:live], session.run(exact, caches).hidden)
+    assert_same_caches(caches, engine.caches)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "odd"])
+def test_only_own_pages_are_written(preset: str) -> None:
+    """A request that sits still keeps every byte while others come, run and go; pages in nobody's hands, the null
+    page first of all, keep their poison. Catches a write through slot -1, a stale page table, a row past the end."""
+    session = Session(model(preset), [prompt(33, 0), prompt(40, 1), prompt(27, 2)], spare_requests=1)
+    session.feed([(0, 21), (1, 8)])
+    still = session.own_bytes(0)
+    assert any((part != 0xFF).any() for part in still)
+    session.feed([(2, 27), (1, 9)])
+    session.engine._finish(session.requests[1], "length")
+    session.add(prompt(30, 3))
+    session.feed([(3, 30)])
+    for mine, now in zip(still, session.own_bytes(0), strict=True):
+        assert torch.equal(mine, now)
+    session.feed([(0, 12)])
+    assert_same(session, 0, one_shot(model(preset), prompt(33, 0)))
+
+    caches, pools = session.engine.caches, session.engine
+    unused = sorted({0} | (set(range(pools.global_pool.num_pages)) - touched_pages(pools.global_pool.num_pages, session)))
+    for group in (caches.states, caches.index_k):
+        for tensor in group.values():
+            assert bool((as_bytes(tensor[unused]) == 0xFF).all())
+    for tensor in caches.window.values():
+        assert bool((as_bytes(tensor[0]) == 0xFF).all())
+
+
+def touched_pages(num_pages: int, session: Session) -> set[int]:
+    """Global pages that some request holds, or that were given back by the one that ended."""
+    held = {page for request in session.requests for page in request.pages}
+    return held | set(session.engine.global_pool._free[-5:])
+
+
+@pytest.mark.parametrize("preset", ["tiny", "odd"])
+def test_open_groups_follow_the_request(preset: str) -> None:
+    """[A, B, C] with odd lengths; B ends; the next steps run [C, A], then D in B's place. Catches open-group state
+    that is kept by the row in the batch, or inherited from the slot's last owner."""
+    whole = [prompt(30, seed) for seed in range(4)]
+    session = Session(model(preset), whole[:3])
+    session.feed([(0, 17), (1, 9), (2, 21)])
+    for group in session.engine.caches.open_groups.values():
+        held = [group[r.slot * OPEN_ROWS : (r.slot + 1) * OPEN_ROWS] for r in session.requests]
+        assert all(rows.isfinite().any() for rows in held), "every request left a pair open"
+    session.engine._finish(session.requests[1], "length")
+    session.feed([(2, 1), (0, 2)])
+    session.add(whole[3])
+    assert session.requests[3].slot == session.requests[1].slot
+    for _ in range(3):
+        session.feed([(3, 3), (2, 1), (0, 1)])
+    for number in (0, 2, 3):
+        assert_same(session, number, one_shot(model(preset), whole[number]))
