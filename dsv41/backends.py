@@ -10,9 +10,15 @@ from dataclasses import dataclass, fields, replace
 
 from dsv41.config import Numerics
 from dsv41.hardware import Hardware
+from dsv41.ops import records
 from dsv41.ops.library import implementation
 
 RECORD_FIELDS = ("window_record", "state_record", "index_record")
+RECORDS_OF = {  # the records that a family reads or writes; the others see none
+    "attention": ("window_record", "state_record"),
+    "indexing": ("index_record",),
+    "publish": RECORD_FIELDS,
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,8 @@ def _records_for(backends: Backends, numerics: Numerics) -> Backends:
     rows = "rows_bf16" if numerics is Numerics.BF16 else "rows_fp32"
     chosen = {name: getattr(backends, name) for name in RECORD_FIELDS}
     for name, record in chosen.items():
+        if record != "rows":
+            records.get_record(record)
         if record not in ("rows", rows) and numerics is not Numerics.BF16:
             raise ValueError(
                 f"--backends {name}={record} cannot hold {numerics.value} numerics: use {name}={rows}"
@@ -59,25 +67,27 @@ def parse(spec: str) -> tuple[str | None, dict[str, str]]:
         key, equals, value = item.partition("=")
         if not equals and position == 0:
             name = item
-        elif equals and key in FAMILIES + RECORD_FIELDS:
+        elif equals and key in FAMILIES + RECORD_FIELDS and key not in overrides:
             overrides[key] = value
         else:
             known = ", ".join(FAMILIES + RECORD_FIELDS)
-            raise ValueError(f"--backends: '{item}' is not KEY=VALUE with a key of {known}")
+            raise ValueError(f"--backends: '{item}' is not KEY=VALUE with a key of {known}, each once")
     return name, overrides
 
 
 def reasons(backends: Backends, hardware: Hardware) -> dict[str, str | None]:
     """For every family, why its chosen implementation cannot run here (None: it can)."""
-    record_of = {"attention": "state_record", "indexing": "index_record", "publish": "window_record"}
-    answers: dict[str, str | None] = {}
-    for family in FAMILIES:
-        record = getattr(backends, record_of[family]) if family in record_of else None
-        try:
-            answers[family] = implementation(family, getattr(backends, family)).why_not(hardware, record)
-        except ValueError as missing:
-            answers[family] = str(missing)
-    return answers
+    return {family: _reason(backends, family, hardware) for family in FAMILIES}
+
+
+def _reason(backends: Backends, family: str, hardware: Hardware) -> str | None:
+    chosen = [getattr(backends, name) for name in RECORDS_OF.get(family, ())]
+    try:
+        why_not = implementation(family, getattr(backends, family)).why_not
+    except ValueError as missing:
+        return str(missing)
+    answers = (why_not(hardware, record) for record in chosen or [None])
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def select(hardware: Hardware, numerics: Numerics, spec: str | None = None) -> Backends:

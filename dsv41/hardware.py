@@ -25,10 +25,10 @@ def detect(device: str = "auto") -> Hardware:
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = device.partition(":")
+    kind, colon, index = device.partition(":")
     if device == "cpu":
         return Hardware("cpu", 0, "CPU", 0)
-    if kind != "cuda" or (index and not index.isdigit()):
+    if kind != "cuda" or (colon and not index.isdigit()):
         raise ValueError(f"device '{device}' is not one of auto, cpu, cuda, cuda:N")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if int(index or 0) >= count:

@@ -215,17 +215,22 @@ def dump(name: str, numerics: str, prompt: str, stage: str) -> tuple[dict[str, T
     return loose, layers
 
 
-@cache
+STAGES = ("prefill", "decode0", "decode1")
+
+
 @torch.inference_mode()
-def forced(name: str, numerics: str, prompt: str) -> dict[str, ForcedStep]:
+def force(name: str, numerics: str, prompt: str, stages: tuple[str, ...] = STAGES) -> dict[str, ForcedStep]:
     """The prefill and the first two decode steps of a prompt, layer by layer on golden streams."""
-    session, stages = Session(name, numerics, prompt), {}
-    for stage in ("prefill", "decode0", "decode1"):
+    session, steps = Session(name, numerics, prompt), {}
+    for stage in stages:
         loose, layers = dump(name, numerics, prompt, stage)
         if stage != "prefill":
             session.request.tokens.append(int(loose["token"]))
-        stages[stage] = _forced_step(session, loose, layers)
-    return stages
+        steps[stage] = _forced_step(session, loose, layers)
+    return steps
+
+
+forced = cache(force)
 
 
 def _forced_step(session: Session, loose: dict[str, Tensor], layers: list[dict[str, Tensor]]) -> ForcedStep:
@@ -255,14 +260,19 @@ def _golden_selection(args: tuple, golden: dict[str, Tensor]) -> tuple[Tensor, .
     page_table, k, num_blocks, block_states, page_states = args[3], args[7], args[8], args[9], args[11]
     states = torch.full((len(golden["topk"]), k), -1, dtype=torch.int32)
     states[:, : golden["topk"].shape[1]] = golden["topk"]
-    page = page_table[0][states.clamp(min=0) // page_states]
-    slots = torch.where(states < 0, -1, page * page_states + states % page_states).to(torch.int32)
+    slots = slots_of(states, page_table, page_states)
     blocks = torch.full((len(states), num_blocks), -1, dtype=torch.int32)
     if num_blocks:
         for row, mask in enumerate(golden["candidates"]):
             chosen = mask[::block_states].nonzero().squeeze(1)
             blocks[row, : len(chosen)] = chosen
     return states, slots, blocks, torch.zeros(len(states), dtype=torch.bool)
+
+
+def slots_of(states: Tensor, page_table: Tensor, page_states: int) -> Tensor:
+    """The cache slots of states of request 0."""
+    page = page_table[0][states.clamp(min=0) // page_states]
+    return torch.where(states < 0, -1, page * page_states + states % page_states).to(torch.int32)
 
 
 def _named(calls: dict, layer: DecoderLayer, plan: LayerPlan, step: StepInputs) -> dict[str, Tensor]:
@@ -300,6 +310,7 @@ def _named(calls: dict, layer: DecoderLayer, plan: LayerPlan, step: StepInputs) 
     if layer.engram is not None:
         ours["engram_hash"] = result["engram_hash"][0]
         ours["engram_rows"], ours["engram_kv"] = result["engram_lookup"][0], result["linear_fp8"][0]
+        ours["engram_rows"] = ours["engram_rows"].unflatten(1, (ours["engram_hash"].shape[1], -1))
     return ours
 
 
@@ -338,6 +349,11 @@ def rel(a: Tensor, b: Tensor) -> float:
     """rms(a - b) / rms(b)"""
     a, b = a.double(), b.double()
     return float((a - b).square().mean().sqrt() / b.square().mean().sqrt().clamp(min=1e-300))
+
+
+def prompt_error(logits: Tensor, golden: Tensor) -> float:
+    """rms(logits - golden) / std(golden) over everything given."""
+    return float((logits - golden).square().mean().sqrt() / golden.std())
 
 
 def row_error(logits: Tensor, golden: Tensor) -> Tensor:

@@ -67,18 +67,9 @@ def test_fp32_numerics_refuse_records_that_round(numerics: Numerics, record: str
             "--backends moe=nonesuch cannot run on CPU: op family 'moe' has no implementation 'nonesuch'",
         ),
         ("moe=", "has no implementation ''"),
-        pytest.param(
-            "state_record=nonesuch",
-            "'nonesuch' is unknown",
-            marks=pytest.mark.xfail(strict=True, reason="select does not look a record up"),
-        ),
-        pytest.param(
-            "moe=op",
-            "has no implementation 'op'",
-            marks=pytest.mark.xfail(
-                strict=True, raises=AttributeError, reason="op.py passes for an implementation"
-            ),
-        ),
+        ("state_record=nonesuch", "'nonesuch' is unknown"),
+        ("moe=op", "has no implementation 'op'"),
+        ("moe=reference,moe=reference", "each once"),
     ],
 )
 def test_select_refuses_what_is_not_there(spec: str, sentence: str) -> None:
@@ -87,7 +78,7 @@ def test_select_refuses_what_is_not_there(spec: str, sentence: str) -> None:
 
 
 def fake_implementation(family: str, impl: str) -> SimpleNamespace:
-    """`gpu_only` runs from SM90 on and reads no vendor record; `unbuilt` lacks its package; others always run."""
+    """`gpu_only` needs SM90 and reads no mixed_584, `unbuilt` lacks its package, all others run."""
 
     def why_not(hardware: Hardware, record: str | None) -> str | None:
         if impl == "gpu_only" and hardware.sm < 90:
@@ -149,14 +140,7 @@ def test_detect_describes_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cpu:0", 2, "device 'cpu:0' is not one of"),
         ("cuda:-1", 2, "device 'cuda:-1' is not one of"),
         ("cuda:first", 2, "device 'cuda:first' is not one of"),
-        pytest.param(
-            "cuda:",
-            2,
-            "device 'cuda:' is not one of",
-            marks=pytest.mark.xfail(
-                strict=True, reason="an empty index passes; torch.device refuses it later"
-            ),
-        ),
+        ("cuda:", 2, "device 'cuda:' is not one of"),
     ],
 )
 def test_detect_refuses(monkeypatch: pytest.MonkeyPatch, device: str, count: int, sentence: str) -> None:

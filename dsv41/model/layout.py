@@ -58,7 +58,7 @@ class CacheLayout:
 
     def window_pages(self, step_tokens: int) -> int:
         """Most window pages of one request in a step of `step_tokens` rows: the window and those rows."""
-        return -(-(self.window_tokens - 1 + step_tokens) // self.page_tokens) + 1
+        return -(-(self.window_tokens + step_tokens - 2) // self.page_tokens) + 1
 
     def context_bytes(self, num_tokens: int, step_tokens: int = 1) -> dict[str, int]:
         """Bytes of one request with `num_tokens` tokens of context, by group."""

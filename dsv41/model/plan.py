@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv41.config import ModelConfig
+from dsv41.rules import last_source
 
 WINDOW, FULL, REINDEX, REUSE = "window", "full", "reindex", "reuse"
 
@@ -33,14 +34,10 @@ class LayerPlan:
         return self.index_source == self.layer
 
 
-def _last_at_or_before(sources: tuple[int, ...], layer: int) -> int | None:
-    return max((source for source in sources if source <= layer), default=None)
-
-
 def _layer_plan(config: ModelConfig, layer: int) -> LayerPlan:
     ratio = config.ratios[layer]
-    kv_source = _last_at_or_before(config.kv_sources, layer) if ratio else None
-    index_source = _last_at_or_before(config.index_sources, layer) if ratio else None
+    kv_source = last_source(config.kv_sources, layer) if ratio else None
+    index_source = last_source(config.index_sources, layer) if ratio else None
     if ratio == 0:
         role = WINDOW
     elif kv_source is None or index_source is None:

@@ -24,7 +24,6 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from dsv41.config import ModelConfig
@@ -145,6 +144,8 @@ def _stream(
     stored: list[StoredTensor], destinations: Mapping[str, Tensor], progress: Progress | None
 ) -> None:
     """Copy each tensor into its rows of its destination, shard by shard in file order."""
+    from safetensors import safe_open  # imported late: `inspect` and stand-in weights need no safetensors
+
     total, done = sum(tensor.spec.num_bytes for tensor in stored), 0
     for path, group in itertools.groupby(stored, key=lambda tensor: tensor.path):
         with safe_open(path, framework="pt") as shard:

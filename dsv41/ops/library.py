@@ -22,6 +22,8 @@ _LIBRARY = Library(NAMESPACE, "DEF")  # registrations live as long as this objec
 
 def implementation(family: str, impl: str) -> ModuleType:
     """The module of one implementation, imported on first use (Triton and vendor packages stay optional)."""
+    if impl == "op":
+        raise ValueError(f"op family '{family}' has no implementation '{impl}'")
     try:
         return importlib.import_module(f"dsv41.ops.{family}.{impl}")
     except ModuleNotFoundError as missing:

@@ -49,12 +49,12 @@ class Workload:
     """What to measure: prefill of every (batch, prompt_len), decode of every (batch, depth, gen_len), in every mode."""
 
     batch: tuple[int, ...] = (1, 4)
-    prompt_len: tuple[int, ...] = (64,)
-    depth: tuple[int, ...] = (64,)  # tokens in the cache before the first measured step
-    gen_len: tuple[int, ...] = (8,)
+    prompt_len: tuple[int, ...] = (32,)
+    depth: tuple[int, ...] = (32,)  # tokens in the cache before the first measured step
+    gen_len: tuple[int, ...] = (4,)
     mode: tuple[str, ...] = MODES
-    repeat: int = 3
-    warmup: int = 1
+    repeat: int = 2
+    warmup: int = 0  # the parity steps have compiled and touched everything once already
     scenario: str | None = None
 
     def __post_init__(self) -> None:

@@ -134,8 +134,8 @@ FREQUENCIES = {
 
 @pytest.mark.parametrize("case", FREQUENCIES)
 def test_rotation(case: str) -> None:
-    """Ramp ends, the base of the compressed table, halves instead of adjacent pairs, the sign of the inverse, and
-    (beyond 65535) angles that are not the fp32 product."""
+    """Ramp ends, the compressed table's base, halves instead of adjacent pairs, the inverse's sign;
+    beyond 65535, angles that are not the fp32 product."""
     golden, (model, table) = units("rope", case), FREQUENCIES[case]
     config = preset(model)
     plain = rope.plain_frequencies(config.rope_dim, config.rope_theta)
@@ -157,8 +157,8 @@ PAGE = 20
 
 
 def attend(q: Tensor, kv: Tensor, listed: Tensor, sink: Tensor, window: int) -> Tensor:
-    """The op on one golden batch entry: the first `window` listed keys in one cache, the others in a second whose
-    pages stand in reverse order; what is not listed is NaN in both."""
+    """The op on one golden batch entry: the first `window` listed keys in one cache, the others in a second
+    whose pages stand in reverse order; what is not listed is NaN in both."""
     pages = kv.unflatten(0, (-1, PAGE))
     first, rest = listed[:, :window], listed[:, window:]
     reverse = torch.where(rest < 0, -1, (len(pages) - 1 - rest // PAGE) * PAGE + rest % PAGE).int()
@@ -180,8 +180,8 @@ def attend(q: Tensor, kv: Tensor, listed: Tensor, sink: Tensor, window: int) -> 
     ("case", "window"), [("small", 24), ("small", 8), ("blocks", 128), ("blocks", 64), ("real", 128)]
 )
 def test_sparse_attention(case: str, window: int) -> None:
-    """The sink scaled or given a value, slots of one cache looked up in the other, a page size ignored, and (fp32)
-    any approximation at all."""
+    """The sink scaled or given a value, slots of one cache looked up in the other, a page size ignored;
+    in fp32, any approximation at all."""
     golden = units("sparse_attn", case)
     assert float(golden["scale"]) == pytest.approx(golden["q"].shape[-1] ** -0.5)
     for batch, (q, kv, listed) in enumerate(zip(golden["q"], golden["kv"], golden["idx"], strict=True)):
@@ -293,7 +293,7 @@ def test_shared_expert() -> None:
 def compress_tokens(
     kv_gate: Tensor, norm: Tensor, ratio: int, splits: list[int], open_groups: Tensor
 ) -> Tensor:
-    """Latents of two requests [2, S, ...] whose tokens come in steps of the given sizes -> [2, S // ratio, d]."""
+    """Two requests [2, S, ...], their tokens in steps of the given sizes -> latents [2, S // ratio, d]."""
     start, latents = 0, []
     for size in splits:
         position = torch.arange(start, start + size).repeat(2)

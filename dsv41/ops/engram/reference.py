@@ -40,7 +40,7 @@ def engram_lookup(table: Tensor, scale: Tensor, rows: Tensor, dtype: torch.dtype
     codes = table.view(torch.uint8).index_select(0, index).view(torch.float8_e4m3fn)
     factor = records.e8m0_decode(scale.index_select(0, index))
     value = codes.float().unflatten(1, (factor.shape[1], -1)) * factor.unsqueeze(-1)
-    return value.to(device=rows.device, dtype=dtype).view(rows.shape[0], -1)
+    return value.to(device=rows.device, dtype=dtype).view(rows.shape[0], rows.shape[1] * table.shape[1])
 
 
 def engram_write(

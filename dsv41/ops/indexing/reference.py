@@ -92,7 +92,8 @@ def _inside(candidates: Tensor, num_states: int, block_states: int) -> Tensor:
     """Candidate blocks [t, C] -> bool [t, S]: which states lie in one of them."""
     num_blocks = -(-num_states // block_states)
     listed = torch.zeros((candidates.shape[0], num_blocks + 1), dtype=torch.bool, device=candidates.device)
-    listed.scatter_(1, torch.where(candidates < 0, num_blocks, candidates).long(), True)
+    unseen = (candidates < 0) | (candidates >= num_blocks)
+    listed.scatter_(1, torch.where(unseen, num_blocks, candidates).long(), True)
     return listed[:, :num_blocks].repeat_interleave(block_states, dim=1)[:, :num_states]
 
 

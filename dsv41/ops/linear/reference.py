@@ -23,6 +23,6 @@ def linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def grouped_output(o: Tensor, cos_sin: Tensor, weight: Tensor, scale: Tensor, groups: int) -> Tensor:
-    turned = rotate(o, cos_sin, inverse=True).reshape(o.shape[0], groups, -1).transpose(0, 1)  # [G, T, d*H/G]
+    turned = rotate(o, cos_sin, inverse=True).flatten(1).unflatten(1, (groups, -1)).transpose(0, 1)
     per_group = records.dequantise_fp8_weight(weight, scale).unflatten(0, (groups, -1))  # [G, O, d*H/G]
     return exact_matmul(turned, per_group).to(o.dtype).transpose(0, 1).flatten(1)

@@ -17,47 +17,11 @@ from torch import Tensor
 from dsv41.ops.library import declare
 
 
-def _publish_window_fake(
-    q: Tensor,
-    kv: Tensor,
-    norm: Tensor,
-    cos_sin: Tensor,
-    slots: Tensor,
-    cache: Tensor,
-    record: str,
-    page_states: int,
-    eps: float,
-    quantise: bool,
-    impl: str,
-) -> Tensor:
+def _publish_window_fake(q: Tensor, *_: object) -> Tensor:
     return q.new_empty(q.shape)
 
 
-def _publish_states_fake(
-    latent: Tensor,
-    cos_sin: Tensor,
-    slots: Tensor,
-    cache: Tensor,
-    record: str,
-    page_states: int,
-    quantise: bool,
-    impl: str,
-) -> None:
-    return None
-
-
-def _publish_index_k_fake(
-    key: Tensor,
-    norm: Tensor,
-    cos_sin: Tensor,
-    slots: Tensor,
-    cache: Tensor,
-    record: str,
-    page_states: int,
-    eps: float,
-    quantise: bool,
-    impl: str,
-) -> None:
+def _store_fake(*_: object) -> None:
     return None
 
 
@@ -71,11 +35,11 @@ publish_states = declare(
     "publish",
     "publish_states(Tensor latent, Tensor cos_sin, Tensor slots, Tensor(a!) cache, str record,"
     " int page_states, bool quantise, str impl) -> ()",
-    fake=_publish_states_fake,
+    fake=_store_fake,
 )
 publish_index_k = declare(
     "publish",
     "publish_index_k(Tensor key, Tensor norm, Tensor cos_sin, Tensor slots, Tensor(a!) cache, str record,"
     " int page_states, float eps, bool quantise, str impl) -> ()",
-    fake=_publish_index_k_fake,
+    fake=_store_fake,
 )
