@@ -240,6 +240,7 @@ class ModelConfig:
 
 
 ENGRAM_TABLES = ("device", "host", "disk")
+PREFIX_MODES = ("off", "bounded", "exact")
 
 
 @dataclass(frozen=True)
@@ -255,6 +256,11 @@ class EngineConfig:
     max_requests: int = 16  # running at once
     max_context_tokens: int = 4096  # prompt and answer of one request
     engram_tables: str = "device"  # where the tables live: one of ENGRAM_TABLES
+    global_pages: int = 0  # pool of compressed states and index keys; 0: enough for max_requests full contexts
+    window_pages: int = 0  # pool of window rows; 0: enough for max_requests
+    prefix_mode: str = "off"  # prefix reuse: one of PREFIX_MODES (runner/prefix.py says what each promises)
+    decoder_replay: bool = False  # behind the last KV source, compute only the last window of every prompt
+    asynchronous: bool = False  # launch a step before the tokens of the one before are read
     deterministic: bool = False  # a row's bits do not depend on its company, at a price in speed
     seed: int = 0
 
@@ -267,8 +273,9 @@ class EngineConfig:
         Raises:
             ValueError: the first number that cannot work.
         """
-        for name in ("page_tokens", "max_batch_tokens", "max_requests", "max_context_tokens", "seed"):
-            value, least = getattr(self, name), 0 if name == "seed" else 1
+        capacities = ("page_tokens", "max_batch_tokens", "max_requests", "max_context_tokens")
+        for name in (*capacities, "global_pages", "window_pages", "seed"):
+            value, least = getattr(self, name), 1 if name in capacities else 0
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} is {value!r}, but must be an integer of at least {least}")
         if self.page_tokens % 2:
@@ -279,13 +286,30 @@ class EngineConfig:
             raise ValueError(
                 f"engram_tables is {self.engram_tables!r}, but must be one of {', '.join(ENGRAM_TABLES)}"
             )
-        if type(self.deterministic) is not bool:
-            raise ValueError(f"deterministic is {self.deterministic!r}, but must be true or false")
+        if self.prefix_mode not in PREFIX_MODES:
+            raise ValueError(
+                f"prefix_mode is {self.prefix_mode!r}, but must be one of {', '.join(PREFIX_MODES)}"
+            )
+        for name in ("decoder_replay", "asynchronous", "deterministic"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, but must be true or false")
+        if self.decoder_replay and self.prefix_mode == "exact":
+            raise ValueError(
+                "decoder_replay skips window rows that prefix_mode exact shares: choose bounded or off, or no replay"
+            )
         if model is not None and self.max_context_tokens > model.max_tokens:
             raise ValueError(
                 f"max_context_tokens is {self.max_context_tokens}, but the model ends at {model.max_tokens} "
                 "(max_position_embeddings)"
             )
+        if model is not None and self.decoder_replay:
+            cut = model.kv_sources[-1] if model.kv_sources else model.num_layers
+            behind = next((layer for layer in model.engram.layers if layer >= cut), None)
+            if cut >= model.num_layers - 1 or behind is not None:
+                raise ValueError(
+                    f"decoder_replay needs layers without Engram behind the last KV source, layer {cut}"
+                    + ("" if behind is None else f", and layer {behind} has one")
+                )
 
 
 def engram_primes(

@@ -1,7 +1,7 @@
-"""The command line: `python -m dsv41.run {bench,generate,check,inspect}`; without arguments, `bench` of `tiny`.
+"""The command line: `python -m dsv41.run {bench,generate,check,inspect}`. Alone it benches `tiny`.
 
-Results go to stdout, everything else to stderr. Exit codes: 0 ok, 1 a check failed, 2 usage or config, 3 model
-files, 4 unsupported device, 5 out of memory, 6 runtime fault. This is the only file that touches the environment.
+Results go to stdout, everything else to stderr. Exit codes: 0 ok, 1 a check failed, 2 usage or config,
+3 model files, 4 unsupported device, 5 out of memory, 6 runtime fault. Only this file touches the environment.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+# Before torch loads OpenMP: threads that spin between small ops run ten times slower beside other work.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 
-import dsv41
 from dsv41.config import EngineConfig, ModelConfig, Numerics
 from dsv41.hardware import detect
 from dsv41.model.checkpoint import CheckpointError
 from dsv41.model.costs import weights_by_part
 from dsv41.presets import PRESETS
 from dsv41.runner import check, report
-from dsv41.runner.bench import Bench, ParityError, Workload, load_scenario
+from dsv41.runner.bench import Bench, ParityError, Workload, find_scenario, load_scenario
 from dsv41.runner.engine import Engine
 from dsv41.runner.load import LOAD_FORMATS, Blueprint, Model, blueprint, load
 from dsv41.runner.request import SamplingParams
@@ -73,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    except BrokenPipeError:  # the reader of stdout left, as `head` does; the flush at exit must not fail again
+    except BrokenPipeError:  # the reader left, as `head` does; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except tuple(kind for kind, _ in EXIT_CODES) as error:
@@ -102,14 +104,14 @@ def _output(path: str | None) -> Iterator[TextIO | None]:
         yield None
         return
     try:
-        file = Path(path).open("w", encoding="utf-8")
+        file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  # only its opening is a usage error
     except OSError as error:
         raise ValueError(f"--output {path}: {error.strerror}") from error
     with file:
         yield file
 
 
-# -- commands ------------------------------------------------------------------------------------------------
+# -- commands ----------------------------------------------------------------------------------------------
 
 
 def bench(args: argparse.Namespace) -> None:
@@ -217,7 +219,7 @@ def inspect(args: argparse.Namespace) -> None:
     _write(args, report.inspect_json(plan, weights, contexts, segments))
 
 
-# -- what commands share -------------------------------------------------------------------------------------
+# -- what commands share -----------------------------------------------------------------------------------
 
 
 def _print(lines: Sequence[str]) -> None:
@@ -263,7 +265,7 @@ def _load(args: argparse.Namespace, plan: Blueprint) -> Model:
 
     args.say(f"loading {plan.source}: {report.size(needed)}")
     model = load(plan, load_format=args.load_format, seed=args.seed, progress=progress)
-    args.say(model.report.summary() if model.report else "the weights are stand-ins: the text means nothing")
+    args.say(str(model.report) if model.report else "the weights are stand-ins: the text means nothing")
     return model
 
 
@@ -288,24 +290,16 @@ def _workload(args: argparse.Namespace) -> Workload:
         if given:
             flag = next(iter(given)).replace("_", "-")
             raise ValueError(f"--scenario {args.scenario} already says --{flag}")
-        preset, workload = load_scenario(_scenario_path(args.scenario))
+        preset, workload = load_scenario(find_scenario(args.scenario))
         if args.model is None and args.preset is None:
             args.preset = preset
     if "graph" in given.get("mode", ()):
-        raise DeviceError("--mode graph: CUDA graphs need a GPU and come with the captured step; use eager,compile")
+        raise DeviceError("--mode graph: CUDA graphs need a GPU and come with the captured step")
     given |= {name: getattr(args, name) for name in ("repeat", "warmup") if getattr(args, name) is not None}
     return replace(workload, **given)
 
 
-def _scenario_path(name: str) -> Path:
-    folders = [root / "profiles" / "scenarios" for root in (Path.cwd(), Path(dsv41.__path__[0]).parent)]
-    found = {path.stem: path for folder in reversed(folders) for path in sorted(folder.glob("*.toml"))}
-    if name not in found:
-        raise ValueError(f"--scenario {name}: there are {', '.join(found) or 'none in profiles/scenarios'}")
-    return found[name]
-
-
-# -- arguments -----------------------------------------------------------------------------------------------
+# -- arguments ---------------------------------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):
@@ -345,15 +339,17 @@ def _device(text: str) -> str:
     return text
 
 
-def _shared() -> argparse.ArgumentParser:
+def _shared() -> _Parser:
     shared = _Parser(add_help=False)
-    shared.add_argument("--model", metavar="DIR", help="a checkpoint in the released format; never downloaded")
-    shared.add_argument("--preset", metavar="NAME", help=f"{', '.join(PRESETS)} (default tiny), with stand-in weights")
+    shared.add_argument("--model", metavar="DIR_OR_ID", help="a checkpoint directory; nothing is downloaded")
+    shared.add_argument(
+        "--preset", metavar="NAME", help=f"{', '.join(PRESETS)} (default tiny), with stand-in weights"
+    )
     shared.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the config")
     shared.add_argument("--load-format", choices=LOAD_FORMATS, default="auto")
     shared.add_argument("--seed", type=_count, default=0)
     shared.add_argument("--device", type=_device, default="auto", help="auto, cpu, cuda or cuda:N")
-    shared.add_argument("--numerics", choices=[choice.value for choice in Numerics], default=Numerics.BF16.value)
+    shared.add_argument("--numerics", choices=[choice.value for choice in Numerics])
     shared.add_argument("--backends", metavar="SPEC", help="PRESET, FAMILY=IMPL,... or both")
     shared.add_argument("--output", metavar="FILE.jsonl", help="one JSON object a line")
     shared.add_argument("--quiet", action="store_true", help="results and errors only")
@@ -361,8 +357,8 @@ def _shared() -> argparse.ArgumentParser:
     return shared
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m dsv41.run", description=__doc__.splitlines()[0] if __doc__ else None)
+def _parser() -> _Parser:
+    parser = _Parser(prog="python -m dsv41.run", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="{bench,generate,check,inspect}")
     shared = _shared()
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv41.config import EngineConfig
+from dsv41.model.attention import Shared
 from dsv41.model.decoder import DecoderLayer
-from dsv41.model.inputs import StepInputs, StepOutput
+from dsv41.model.inputs import StepInputs, StepOutput, empty_index
 from dsv41.model.plan import LayerPlan
 from dsv41.ops import records
 from dsv41.runner.engine import Engine
@@ -79,7 +80,8 @@ def checkpoint(name: str) -> dict[str, Tensor]:
 
 @dataclass
 class Session:
-    """One request of a golden prompt in an engine of its own; `feed` runs its next rows and returns their output."""
+    """One request of a golden prompt in an engine of its own; `feed` runs its next rows and returns their
+    output."""
 
     name: str
     numerics: str
@@ -138,7 +140,8 @@ def decode_tokens(name: str, prompt: str, row: int) -> list[int]:
 @cache
 @torch.inference_mode()
 def together(name: str, numerics: str) -> dict[tuple[str, int], tuple[Tensor, Tensor]]:
-    """(prefill [S, V], decode [N, V]) logits of every golden prompt, all of them in the same steps of one engine."""
+    """(prefill [S, V], decode [N, V]) logits of every golden prompt, all of them in the same steps of one
+    engine."""
     loaded, names = model(name, numerics), prompts(name, images=True)
     engine = Engine(loaded, EngineConfig(max_requests=len(names), max_context_tokens=512))
     requests = [admit(engine, name, numerics, *key) for key in names]
@@ -166,7 +169,8 @@ def truth(name: str, numerics: str, prompt: str, row: int) -> tuple[Tensor, Tens
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the results of every op of this package, in call order: `calls[name]` is a list of (arguments, result).
+    """Keeps the results of every op of this package, in call order: `calls[name]` is a list of (arguments,
+    result).
 
     `instead[name](arguments, result)` is what the caller gets in place of the result that was kept.
     """
@@ -187,7 +191,8 @@ class Recorder(TorchDispatchMode):
 
 @dataclass
 class ForcedLayer:
-    """One layer run on the golden stream of that layer. `ours` uses the names and shapes of the dump, without B."""
+    """One layer run on the golden stream of that layer. `ours` uses the names and shapes of the dump, without
+    B."""
 
     plan: LayerPlan
     golden: dict[str, Tensor]
@@ -204,13 +209,17 @@ class ForcedStep:
     layers: list[ForcedLayer]
 
 
-def dump(name: str, numerics: str, prompt: str, stage: str) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+def dump(
+    name: str, numerics: str, prompt: str, stage: str
+) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     """(what has no layer, by layer) of one layer dump, batch dimension removed."""
     loose: dict[str, Tensor] = {}
     layers: list[dict[str, Tensor]] = [{} for _ in model(name, numerics).plan]
     for key, value in tensors(f"{name}/golden/layers_{stage}_{prompt}_{MODES[numerics]}").items():
         layer, dot, rest = key.partition(".")
-        flat = key in ("rows", "token") or rest.startswith(("gate_", "shared_"))  # these have no batch dimension
+        flat = key in ("rows", "token") or rest.startswith(
+            ("gate_", "shared_")
+        )  # these have no batch dimension
         (layers[int(layer[1:])] if dot else loose)[rest or key] = value if flat else value[0]
     return loose, layers
 
@@ -237,15 +246,14 @@ def _forced_step(session: Session, loose: dict[str, Tensor], layers: list[dict[s
     decoder, caches = session.engine.model.decoder, session.engine.caches
     count = session.request.num_uncomputed
     step = session.step(count)
-    turns, shared, done = decoder.rotations(step), decoder.nothing_shared(decoder.embed(step)), []
+    turns, done = decoder.rotations(step), []
+    shared = Shared(None, empty_index(step.token_ids), torch.zeros(step.num_rows, dtype=torch.bool))
     for plan, layer, golden in zip(decoder.plan, decoder.layers, layers, strict=True):
         recorder = Recorder({"select": lambda args, _, golden=golden: _golden_selection(args, golden)})
         with recorder:
             if layer.engram is not None:
                 written = layer.engram(golden["engram_in"], step, decoder.token_map)
-            out, mix, shared = layer(
-                golden["stream_in"], golden["pre_mix_in"], step, turns, caches, shared
-            )
+            out, mix, shared = layer(golden["stream_in"], golden["pre_mix_in"], step, turns, caches, shared)
         ours = _named(recorder.calls, layer, plan, step) | {"stream_out": out, "pre_mix_out": mix}
         ours |= _stored(session, plan, step)
         if layer.engram is not None:
@@ -294,8 +302,10 @@ def _named(calls: dict, layer: DecoderLayer, plan: LayerPlan, step: StepInputs) 
         "ffn_out": result["experts"][0],
     }
     for half, coefficients in zip(("attn", "ffn"), result["hyper_coefficients"], strict=True):
-        ours |= {f"hc_{half}_{part}": value for part, value in zip(("pre", "post", "comb"), coefficients)}
-    ours["gate_map"] = expert_map(*result["route"][0], layer.moe.gate.shape[0])
+        for part, value in zip(("pre", "post", "comb"), coefficients, strict=True):
+            ours[f"hc_{half}_{part}"] = value
+    ids, weights = result["route"][0]
+    ours["gate_map"] = expert_map(ids, weights, layer.moe.gate.shape[0])
     if plan.owns_kv:
         closing = step.attention.state_write[plan.ratio] >= 0
         ours["latent"] = result["compress"][0][closing]

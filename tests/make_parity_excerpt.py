@@ -1,7 +1,7 @@
 """Makes `dsv41/data/parity` from the golden data: `python tests/make_parity_excerpt.py`.
 
-A text-only copy of golden/tiny/model in one shard, and the release's own logits of two prompts. `check` compares
-with them on any machine; tests/test_parity_excerpt.py shows that they equal the golden data.
+A text-only copy of golden/tiny/model in one shard, and the release's own logits of three prompts. `check`
+compares with them on any machine; tests/test_parity_excerpt.py shows that they equal the golden data.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+from golden import GOLDEN, checkpoint, tensors
 from safetensors.torch import save_file
 
 from dsv41.config import ModelConfig
 from dsv41.model.checkpoint import checkpoint_tensors
-from golden import GOLDEN, checkpoint, tensors
 
 EXCERPT = Path(__file__).resolve().parents[1] / "dsv41" / "data" / "parity"
 TEXT_ONLY = ("vision=null", "draft.stages=0")
@@ -27,7 +27,7 @@ def text_config() -> ModelConfig:
 
 
 def expected() -> dict[str, np.ndarray]:
-    """`{mode}.{prompt}.prefill [S, V]`, `.decode [N, V]`; `{prompt}.ids [S + N]`; bf16 also `.margin [N + 1]`."""
+    """`{mode}.{prompt}.prefill [S, V]` and `.decode [N, V]`, `{prompt}.ids [S + N]`; bf16 also `.margin`."""
     values = {}
     prompts = tensors("tiny/golden/prompts")
     for mode, names in PROMPTS.items():

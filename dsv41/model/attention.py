@@ -98,6 +98,35 @@ class Attention(nn.Module):
         o = self.attend(q, step, caches, shared.selection)
         return self.project_output(o, cos_sin), shared
 
+    def write_kv(self, x: Tensor, step: StepInputs, rotations: Rotations, caches: KVCaches) -> None:
+        """Only what later layers and rows read of this layer: its window rows, its states, its index keys."""
+        context, plan = self.context, self.plan
+        backends = context.backends
+        down, side = project_inputs(
+            x,
+            self.down.weight,
+            self.down.scale,
+            self.side,
+            context.quantise,
+            backends.linear,
+            backends.projections,
+        )
+        publish_window(
+            x.new_empty((x.shape[0], 0, context.config.head_dim)),
+            down[:, context.config.q_rank :],
+            self.kv_norm,
+            rotations.compressed,
+            step.attention.window_write,
+            caches.window[plan.layer],
+            backends.window_record,
+            self.page_tokens,
+            context.config.norm_eps,
+            context.quantise,
+            backends.publish,
+        )
+        assert self.compressor is not None, f"layer {plan.layer} is no KV source"
+        self.compressor(side[:, : self.side_split[0]], step, rotations, caches)
+
     def attend(self, q: Tensor, step: StepInputs, caches: KVCaches, selection: Selection | None) -> Tensor:
         """q [T, H, d], rotated -> o [T, H, d], not yet rotated back."""
         plan, backends = self.plan, self.context.backends

@@ -47,12 +47,13 @@ def allocate_caches(
 ) -> KVCaches:
     """Zeroed caches with the given page counts (the null page included)."""
     slots = max_requests * OPEN_ROWS
-    return KVCaches(
-        window=_allocate(layout.window, window_pages, device),
-        states=_allocate(layout.states, global_pages, device),
-        index_k=_allocate(layout.index_k, global_pages, device),
-        open_groups={
-            layer: torch.zeros((slots, layout.open_row_bytes // 4), device=device)
-            for layer in layout.open_groups
-        },
-    )
+    with torch.inference_mode(False):  # tensors born in inference mode would be another graph to the compiler
+        return KVCaches(
+            window=_allocate(layout.window, window_pages, device),
+            states=_allocate(layout.states, global_pages, device),
+            index_k=_allocate(layout.index_k, global_pages, device),
+            open_groups={
+                layer: torch.zeros((slots, layout.open_row_bytes // 4), device=device)
+                for layer in layout.open_groups
+            },
+        )

@@ -1,8 +1,8 @@
 """Bytes and flops of one step, by part of the model: what `bench` divides by and `inspect` adds up.
 
-Bytes are the least a step must move: every weight it touches once, the cache records its rows read and write, the
-embedding and Engram rows it looks up. Activations between kernels are not counted: a perfect kernel keeps them on
-the chip. Flops count a multiply and an add as two.
+Bytes are the least a step must move: every weight it touches once, the cache records its rows read and
+write, the embedding and Engram rows it looks up. Activations between kernels are not counted: a perfect
+kernel keeps them on the chip. Flops count a multiply and an add as two.
 
     T rows of the step    E experts, k of them per row    p elements of a part's matrices
 
@@ -100,7 +100,7 @@ def distinct_experts(num_experts: int, per_row: int, rows: int) -> float:
 
 
 def part_of(spec: TensorSpec) -> str:
-    """The part of the text model a checkpoint tensor belongs to; "draft" and "vision" are parts of their own."""
+    """The part of the model a checkpoint tensor belongs to; "draft" and "vision" are not split further."""
     if spec.part != "text":
         return spec.part
     target = spec.target
@@ -112,7 +112,7 @@ def part_of(spec: TensorSpec) -> str:
 
 
 def weights_by_part(config: ModelConfig) -> dict[str, Weights]:
-    """Bytes and elements of every part of the checkpoint, largest first. Seconds for the release's 96,085 tensors."""
+    """Bytes and elements of every part of the checkpoint, largest first. Takes seconds for the release."""
     num_bytes: Counter[str] = Counter()
     elements: Counter[str] = Counter()
     for spec in checkpoint_tensors(config):

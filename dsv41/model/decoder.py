@@ -13,6 +13,8 @@ hidden = norm(collapse(streams, mix))
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -26,7 +28,7 @@ from dsv41.model.inputs import Rotations, StepInputs, StepOutput, empty_index
 from dsv41.model.layout import CacheLayout
 from dsv41.model.linear import Context, parameter
 from dsv41.model.moe import MoE
-from dsv41.model.plan import LayerPlan
+from dsv41.model.plan import LayerPlan, kv_sources
 from dsv41.model.rope import plain_frequencies, rotations, yarn_frequencies
 from dsv41.ops.arithmetic import rms_norm
 from dsv41.ops.linear.op import linear
@@ -64,6 +66,32 @@ class DecoderLayer(nn.Module):
         streams = self.ffn_hyper.expand(self.moe(x, step), streams, post, comb)
         return streams, next_mix, shared
 
+    def write_kv(
+        self, streams: Tensor, mix: Tensor, step: StepInputs, rotations: Rotations, caches: KVCaches
+    ) -> None:
+        """Only the layer's cache writes, for rows that end here (decoder replay)."""
+        x = rms_norm(self.attention_hyper.collapse(streams, mix), self.attention_norm, self.eps)
+        self.attention.write_kv(x, step, rotations, caches)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What runs up the layers: streams [T, M, D], mix float32 [T, M], what sources share, the first faulty
+    layer int32 [T], and the draft head's features collected so far, each [T, D]."""
+
+    streams: Tensor
+    mix: Tensor
+    shared: Shared
+    fault_layer: Tensor
+    features: tuple[Tensor, ...]
+
+    def rows(self, rows: Tensor) -> Stack:
+        """Some rows, in front of a source: what layers shared so far ends here."""
+        streams = self.streams[rows]
+        shared = Shared(None, empty_index(streams), torch.zeros_like(rows, dtype=torch.bool))
+        features = tuple(feature[rows] for feature in self.features)
+        return Stack(streams, self.mix[rows], shared, self.fault_layer[rows], features)
+
 
 class Decoder(nn.Module):
     """The backbone of a config under a plan, a cache layout and chosen backends. Weights are uninitialised.
@@ -94,6 +122,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(context, layer, layout, own_tables) for layer in plan)
         self.norm = parameter(config.hidden_size)
         self.head = parameter(config.vocab_size, config.hidden_size)
+        self.last_kv_source = kv_sources(plan)[-1].layer if kv_sources(plan) else len(plan)
         self.ratios = tuple(sorted({layer.ratio for layer in plan if layer.ratio}))
         device = self.embedding.device
         plain = plain_frequencies(config.rope_dim, config.rope_theta)
@@ -116,35 +145,59 @@ class Decoder(nn.Module):
         copies = torch.arange(streams.shape[1], device=streams.device)
         return (copies == 0).float().expand(streams.shape[0], -1).contiguous()
 
-    def nothing_shared(self, streams: Tensor) -> Shared:
-        no_fault = torch.zeros(streams.shape[0], dtype=torch.bool, device=streams.device)
-        return Shared(None, empty_index(streams), no_fault)
-
-    def forward(self, step: StepInputs, caches: KVCaches) -> StepOutput:
+    def start(self, step: StepInputs) -> Stack:
         streams = self.embed(step)
-        mix, turns, shared = self.first_mix(streams), self.rotations(step), self.nothing_shared(streams)
+        nothing = torch.zeros(streams.shape[0], dtype=torch.bool, device=streams.device)
         fault_layer = torch.full_like(step.attention.row_request, -1)
-        features = []
-        for plan, layer in zip(self.plan, self.layers, strict=True):
-            assert isinstance(layer, DecoderLayer)
+        return Stack(
+            streams, self.first_mix(streams), Shared(None, empty_index(streams), nothing), fault_layer, ()
+        )
+
+    def run_layers(self, first: int, last: int, stack: Stack, step: StepInputs, caches: KVCaches) -> Stack:
+        """Layers `first` ... `last - 1` on the rows of `step`."""
+        streams, mix, shared, fault_layer = stack.streams, stack.mix, stack.shared, stack.fault_layer
+        turns, features = self.rotations(step), stack.features
+        for plan in self.plan[first:last]:
+            layer = self.layer(plan.layer)
             if layer.engram is not None:
                 streams = layer.engram(streams, step, self.token_map)
             if plan.is_target and self.return_features:
-                features.append(streams.float().mean(1).to(streams.dtype))
+                features += (streams.float().mean(1).to(streams.dtype),)
             streams, mix, shared = layer(streams, mix, step, turns, caches, shared)
             # The mix comes from the mean square of the row's whole stream: not finite there shows here.
             bad = mix.isnan().any(1)
             if plan.owns_index:
                 bad = bad | shared.faulty
             fault_layer = torch.where((fault_layer < 0) & bad, plan.layer, fault_layer)
-        hidden = self.final(streams, mix)
-        return StepOutput(hidden, torch.cat(features, -1) if features else hidden[:, :0], fault_layer)
+        return Stack(streams, mix, shared, fault_layer, features)
+
+    def forward(self, step: StepInputs, caches: KVCaches) -> StepOutput:
+        stack, tail, end = self.start(step), step.tail, len(self.plan)
+        if tail is None:
+            stack = self.run_layers(0, end, stack, step, caches)
+            return self.finish(stack, stack.fault_layer)
+        cut = self.last_kv_source
+        stack = self.run_layers(0, cut, stack, step, caches)
+        self.layer(cut).write_kv(stack.streams, stack.mix, step, self.rotations(step), caches)
+        fault_layer, stack = stack.fault_layer, stack.rows(tail.rows)
+        stack = self.run_layers(cut, cut + 1, stack, tail.first, caches)
+        stack = self.run_layers(cut + 1, end, stack, tail.rest, caches)
+        return self.finish(stack, fault_layer.index_copy(0, tail.rows, stack.fault_layer))
+
+    def finish(self, stack: Stack, fault_layer: Tensor) -> StepOutput:
+        hidden = self.final(stack.streams, stack.mix)
+        features = torch.cat(stack.features, -1) if stack.features else hidden[:, :0]
+        return StepOutput(hidden, features, fault_layer)
+
+    def layer(self, number: int) -> DecoderLayer:
+        layer = self.layers[number]
+        assert isinstance(layer, DecoderLayer)
+        return layer
 
     def final(self, streams: Tensor, mix: Tensor) -> Tensor:
         """The last feed-forward half's own mix collapses the stream; there is no learned head mix. [T, D]"""
-        last = self.layers[-1]
-        assert isinstance(last, DecoderLayer)
-        return rms_norm(last.ffn_hyper.collapse(streams, mix), self.norm, self.context.config.norm_eps)
+        collapsed = self.layer(len(self.plan) - 1).ffn_hyper.collapse(streams, mix)
+        return rms_norm(collapsed, self.norm, self.context.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, D] -> float32 [n, V]"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,11 +29,22 @@ class AttnMetadata:
 
 
 @dataclass(frozen=True)
+class Tail:
+    """Decoder replay: the rows that go on behind the last KV source, int64 [t], as the steps of the last KV
+    source (`first`, with the window of the whole step) and of the layers behind it (`rest`, whose window
+    starts at the tail)."""
+
+    rows: Tensor
+    first: StepInputs
+    rest: StepInputs
+
+
+@dataclass(frozen=True)
 class StepInputs:
     """T token rows of any mixture of requests, in any order.
 
-    `embeddings` replaces the token embedding on image rows; None in a step without images.
-    """
+    `embeddings` replaces the token embedding on image rows; None in a step without images. With a `tail`, the
+    layers behind the last KV source compute its rows alone."""
 
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T], absolute
@@ -41,6 +52,13 @@ class StepInputs:
     lookback: Tensor  # int64 [T, N-1], token ids 1..N-1 back; -1 before the start and on image tokens
     attention: AttnMetadata
     embeddings: Tensor | None = None  # [T, D]
+    tail: Tail | None = None
+
+    def with_tail(self, tail: Tail) -> StepInputs:
+        return replace(self, tail=tail)
+
+    def with_embeddings(self, embeddings: Tensor) -> StepInputs:
+        return replace(self, embeddings=embeddings)
 
     @property
     def num_rows(self) -> int:
@@ -57,14 +75,18 @@ class StepInputs:
             *meta.num_states.values(),
         ]
         tensors += [meta.partner_row, meta.partner_slot, meta.open_slot]
-        return tensors if self.embeddings is None else [*tensors, self.embeddings]
+        if self.embeddings is not None:
+            tensors.append(self.embeddings)
+        if self.tail is not None:
+            tensors += [self.tail.rows, *self.tail.first.row_tensors(), *self.tail.rest.row_tensors()]
+        return tensors
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """`hidden [T, D]` after the final norm; `features [T, targets * D]` for the draft head (no columns
-    without it); `fault_layer [T]` int32: the first layer whose output or index scores were not finite, -1 if
-    all were."""
+    """`hidden [t, D]` after the final norm, of all rows or of the step's tail; `features [t, targets * D]`
+    for the draft head (no columns without it); `fault_layer [T]` int32: the first layer whose output or
+    index scores were not finite, -1 if all were."""
 
     hidden: Tensor
     features: Tensor

@@ -19,6 +19,12 @@ def exact_matmul(x: Tensor, weight: Tensor) -> Tensor:
     return (x.double() @ weight.double().mT).float()
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """float32 [...], evaluated in float64: the CPU's fp32 kernels give the last elements of a tensor another last bit,
+    so that a value would depend on where its row stands."""
+    return torch.sigmoid(x.double()).float()
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x * rsqrt(mean(x^2) + eps) * weight` over the last dimension, in fp32, rounded once to x's dtype."""
     value = x.float()

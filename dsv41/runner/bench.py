@@ -1,7 +1,7 @@
 """Speed of prefill and decode through the engine, next to what the machine could do.
 
-Correctness first: before a number is shown, the measured callable must agree with the eager reference on the same
-inputs. The roof (read bandwidth, matmul rate) is measured in the same run, because another day differs.
+Correctness first: before a number is shown, the measured callable must agree with the eager reference on
+the same inputs. The roof (read bandwidth, matmul rate) is measured in the same run: another day differs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import dsv41
 from dsv41.backends import FAMILIES
 from dsv41.config import EngineConfig
 from dsv41.graphs.module import CompiledModule
@@ -35,8 +36,8 @@ Say = Callable[[str], None]
 MODES = ("eager", "compile")
 STEP_TOKENS = 4096  # most rows of one step
 LEAST = 8  # tokens of capacity that the parity steps need
-# Worst row of rms(difference) / std(reference). Without quantisers only the order of sums differs. With them one ulp
-# can move a code, and codes move rows: valid builds of the release differ by up to 0.21 (golden/README.md, 5).
+# Worst row of rms(difference) / std(reference). Without quantisers only the order of sums differs. With them
+# one ulp can move a code, and codes move rows: valid builds of the release differ by up to 0.21.
 PARITY_LIMIT = {True: 0.28, False: 2e-5}
 
 
@@ -46,7 +47,7 @@ class ParityError(RuntimeError):
 
 @dataclass(frozen=True)
 class Workload:
-    """What to measure: prefill of every (batch, prompt_len), decode of every (batch, depth, gen_len), in every mode."""
+    """Prefill of every (batch, prompt_len) and decode of every (batch, depth, gen_len), in every mode."""
 
     batch: tuple[int, ...] = (1, 4)
     prompt_len: tuple[int, ...] = (32,)
@@ -67,12 +68,12 @@ class Workload:
         unknown = next((mode for mode in self.mode if mode not in MODES), None)
         if unknown is not None:
             raise ValueError(f"bench: mode {unknown!r} is not one of {', '.join(MODES)}")
-        if self.repeat < 1 or self.warmup < 0:
-            raise ValueError("bench: repeat must be at least 1 and warmup at least 0")
+        for name, least in (("repeat", 1), ("warmup", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"bench: {name} is {value!r}, but must be an integer of at least {least}")
         if not (self.mode and list(self.cases())):
-            raise ValueError(
-                "bench: nothing to measure; give a mode, a batch, and a prompt_len or a depth and gen_len"
-            )
+            raise ValueError("bench: nothing to measure: give a batch, and prompt_len or depth and gen_len")
 
     def cases(self) -> Iterator[Case]:
         """Every measurement of one mode."""
@@ -102,6 +103,16 @@ class Case(NamedTuple):
         return self.gen_len + self.lead if self.kind == "decode" else 1
 
 
+def find_scenario(name: str) -> Path:
+    """Its file in profiles/scenarios, here or beside the package. Raises ValueError if there is none."""
+    roots = (Path.cwd(), Path(dsv41.__path__[0]).parent)
+    folders = [root / "profiles" / "scenarios" for root in roots]
+    found = {path.stem: path for folder in reversed(folders) for path in sorted(folder.glob("*.toml"))}
+    if name not in found:
+        raise ValueError(f"--scenario {name}: there are {', '.join(found) or 'none in profiles/scenarios'}")
+    return found[name]
+
+
 def load_scenario(path: Path) -> tuple[str, Workload]:
     """The preset and the workload of a scenario file. Raises ValueError for anything else than a scenario."""
     try:
@@ -123,11 +134,12 @@ def load_scenario(path: Path) -> tuple[str, Workload]:
     wrong = next((key for key in lists if key in content and not isinstance(content[key], list)), None)
     if wrong is not None:
         raise ValueError(f"{path}: {wrong} must be a list")
-    return preset, Workload(**{k: tuple(v) if isinstance(v, list) else v for k, v in content.items()})
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
+    return preset, Workload(**values)
 
 
 def capacity(workload: Workload, seed: int) -> EngineConfig:
-    """One engine size for the whole run: the shapes of caches and page table stay, so nothing compiles twice."""
+    """One size for the whole run: the shapes of caches and page table stay, so nothing compiles twice."""
     cases = list(workload.cases())
     return EngineConfig(
         max_batch_tokens=max(LEAST, *(min(STEP_TOKENS, case.batch * case.context) for case in cases)),
@@ -137,7 +149,7 @@ def capacity(workload: Workload, seed: int) -> EngineConfig:
     )
 
 
-# -- the roof ------------------------------------------------------------------------------------------------
+# -- the roof ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -147,7 +159,7 @@ class Roof:
 
 
 def measure_roof(device: str, dtype: torch.dtype) -> Roof:
-    """A streaming sum over a buffer several times the last cache, and a square matmul; medians, under two seconds."""
+    """A streaming sum over a buffer several times the last cache, and a square matmul; medians."""
     gpu = device != "cpu"
     buffer = torch.ones((1 << 30) if gpu else (1 << 26), dtype=torch.int32, device=device)
     size = 8192 if gpu else 512
@@ -168,7 +180,7 @@ def _median_seconds(work: Callable[[], Tensor], device: str, repeat: int = 5) ->
     return sorted(samples[1:])[repeat // 2]
 
 
-# -- parity --------------------------------------------------------------------------------------------------
+# -- parity ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -191,8 +203,7 @@ def row_error(logits: Tensor, reference: Tensor) -> Tensor:
 
 def reference_run(model: Model) -> Run:
     """The eager decoder on the reference implementations, over the model's own weights and record formats."""
-    names = {family: "reference" for family in FAMILIES}
-    backends = replace(model.backends, **names)
+    backends = replace(model.backends, **dict.fromkeys(FAMILIES, "reference"))
     if backends == model.backends:
         return model.decoder
     with torch.device("meta"):
@@ -207,13 +218,11 @@ def reference_run(model: Model) -> Run:
     return twin.eval()
 
 
-@torch.inference_mode()
-def compare(model: Model, engine: EngineConfig, measured: Run, reference: Run, single_row: bool) -> Parity:
-    """The same steps on both sides: a prefill, a decode mixed with a prefill, two decodes, and one decode alone."""
+def compare(model: Model, engine: EngineConfig, measured: Run, reference: Run) -> Parity:
+    """The same steps on both sides: a prefill, a mixed step, two decodes, and one decode alone."""
     long = min(model.config.window_tokens + 3, engine.max_context_tokens - 4, engine.max_batch_tokens)
     prompts = [random_tokens(long + 3, model, 1), random_tokens(4, model, 2)]
-    schedule = [((0, long),), ((0, 1), (1, 3)), ((0, 1), (1, 1))]
-    schedule += [((0, 1),)] if single_row else []
+    schedule = [((0, long),), ((0, 1), (1, 3)), ((0, 1), (1, 1)), ((0, 1),)]
     errors = []
     sides = [Engine(model, engine, run) for run in (measured, reference)]
     for side in sides:
@@ -226,8 +235,9 @@ def compare(model: Model, engine: EngineConfig, measured: Run, reference: Run, s
     return Parity(len(worst), float(worst.max()), PARITY_LIMIT[model.config.numerics.quantised])
 
 
+@torch.inference_mode()
 def _feed(engine: Engine, step: Sequence[tuple[int, int]]) -> Tensor:
-    """Logits of all rows of a step that computes the next `count` tokens of the running requests named by number."""
+    """Logits of a step that computes `count` more tokens of each running request named by number."""
     scheduled = [(engine.running[number], count) for number, count in step]
     output = engine.run(engine.step_inputs(scheduled), engine.caches)
     for request, count in scheduled:
@@ -235,7 +245,7 @@ def _feed(engine: Engine, step: Sequence[tuple[int, int]]) -> Tensor:
     return engine.model.decoder.logits(output.hidden)
 
 
-# -- measuring -----------------------------------------------------------------------------------------------
+# -- measuring ---------------------------------------------------------------------------------------------
 
 
 def random_tokens(count: int, model: Model, seed: int) -> list[int]:
@@ -245,14 +255,14 @@ def random_tokens(count: int, model: Model, seed: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed piece of work: a whole prefill, or one decode step. `spans` lists the requests of every step in it."""
+    """One timed piece of work: a whole prefill, or one decode step. `spans`: the requests of every step."""
 
     seconds: float
     spans: tuple[tuple[Span, ...], ...]
 
 
 def _timed_step(engine: Engine) -> Sample:
-    """One step, timed from the host. Sampling reads the logits, so the device has finished when it returns."""
+    """One step on the host's clock. Sampling reads the logits, so the device has finished by then."""
     spans = tuple(Span(request.num_computed, count) for request, count in engine.schedule())
     started = time.perf_counter()
     touched = engine.step()
@@ -322,9 +332,7 @@ class Bench:
             if mode == "compile":
                 run = compiled = CompiledModule(self.model.decoder)
                 self.say("compiling the decoder, once for many rows and once for a single row")
-            parity = compare(
-                self.model, self.engine, run, reference_run(self.model), 1 in self.workload.batch
-            )
+            parity = compare(self.model, self.engine, run, reference_run(self.model))
             if compiled is not None:
                 self.say(f"compiled {compiled.num_compiles} graphs in {compiled.compile_seconds:.1f} s")
             if not parity.passed:
@@ -333,9 +341,15 @@ class Bench:
                     f"{parity.rows} rows, more than {parity.limit:g}: no numbers"
                 )
             engine = Engine(self.model, self.engine, run)
+            num_compiles = compiled.num_compiles if compiled is not None else 0
             for case in self.workload.cases():
                 self.say(f"measuring {mode}: {case.kind}, batch {case.batch}, context {case.context}")
-                yield self._row(mode, case, measure(engine, case, self.workload, self.seed), parity)
+                samples = measure(engine, case, self.workload, self.seed)
+                if compiled is not None and compiled.num_compiles != num_compiles:
+                    raise RuntimeError(
+                        f"bench: {case.kind} of batch {case.batch} compiled again while measured"
+                    )
+                yield self._row(mode, case, samples, parity)
 
     def _row(self, mode: str, case: Case, samples: list[Sample], parity: Parity) -> dict[str, Any]:
         milliseconds = [sample.seconds * 1e3 for sample in samples]

@@ -25,7 +25,7 @@ EXCERPT = Path(dsv41.__file__ or "").parent / "data" / "parity"
 ONE_TOKEN = SamplingParams(max_tokens=1)
 
 EXACT_LIMIT = 2e-5  # worst row without quantisers: sums differ in their order and in nothing else
-# With quantisers one ulp can move a code and codes move rows, so this only shows that nothing is grossly wrong.
+# With quantisers one ulp can move a code and codes move rows: this only shows that nothing is grossly wrong.
 SMOKE_LIMITS = {"prefill": 0.28, "decode": 0.33}  # rms(difference) / std, over a prompt
 SMOKE_MARGIN = 1.5  # the two best logits must be this far apart before the argmax is held against a build
 LOOSE_INVARIANT = 0.05  # worst row on implementations that are not the reference
@@ -78,7 +78,7 @@ class Rows:
         return self.engine.model.decoder.logits(output.hidden[: sum(counts)]).cpu().split(counts)
 
     def run(self, tokens: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """Logits [n, V] of one request alone, in steps of these sizes; the rest of the tokens in a last one."""
+        """Logits [n, V] of one request alone, in steps of these sizes; the rest of it in a last one."""
         request = self.add(tokens)
         logits = [self.feed((request, count))[0] for count in counts]
         if request.num_uncomputed:
@@ -86,7 +86,7 @@ class Rows:
         return torch.cat(logits)
 
 
-# -- against the release ---------------------------------------------------------------------------------------
+# -- against the release -----------------------------------------------------------------------------------
 
 
 def parity(device: str, backends: str | None, say: Callable[[str], None]) -> Iterator[Receipt]:
@@ -141,7 +141,7 @@ def _smoke(
         yield Receipt(f"release bf16 {prompt} {kind}", what, error, SMOKE_LIMITS[kind], note, same)
 
 
-# -- invariants ------------------------------------------------------------------------------------------------
+# -- invariants --------------------------------------------------------------------------------------------
 
 
 def invariants(model: Model, seed: int) -> Iterator[Receipt]:

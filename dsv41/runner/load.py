@@ -76,7 +76,7 @@ def blueprint(
     *,
     preset_name: str | None = None,
     overrides: Iterable[str] = (),
-    numerics: str = "bf16",
+    numerics: str | None = None,
     device: str = "auto",
     backends: str | None = None,
     page_tokens: int = 64,
@@ -91,9 +91,10 @@ def blueprint(
     source = model or preset_name or "tiny"
     config = ModelConfig.load(source) if model is not None else preset(source)
     config = config.with_overrides(overrides)
-    if numerics not in [choice.value for choice in Numerics]:
-        raise ValueError(f"--numerics {numerics} is not one of {', '.join(n.value for n in Numerics)}")
-    config = replace(config, numerics=Numerics(numerics))
+    if numerics is not None:
+        if numerics not in [choice.value for choice in Numerics]:
+            raise ValueError(f"--numerics {numerics} is not one of {', '.join(n.value for n in Numerics)}")
+        config = replace(config, numerics=Numerics(numerics))
     hardware = detect(device)
     chosen = backend_table.select(hardware, config.numerics, backends)
     plan = build_plan(config)
@@ -151,6 +152,15 @@ def load(
     return Model(blueprint, decoder, tokenizer, None)
 
 
+def load_by_name(model_or_preset: str, engine: EngineConfig | None = None, **choices: Any) -> Model:
+    """A checkpoint directory or a preset, with the page size and table placement of an engine."""
+    engine = engine if engine is not None else EngineConfig()
+    source: dict[str, Any] = (
+        {"model": model_or_preset} if Path(model_or_preset).is_dir() else {"preset_name": model_or_preset}
+    )
+    return load(blueprint(**source, page_tokens=engine.page_tokens, **choices), engine=engine, seed=engine.seed)
+
+
 def compiled(
     model_or_preset: str,
     *,
@@ -165,10 +175,7 @@ def compiled(
     called with a step and its caches (`dsv41.Engine` makes both); `.plan`, `.segments`, `.backends` and
     `.decoder` are readable. Raises what `blueprint` and `load` raise.
     """
-    source: dict[str, Any] = (
-        {"model": model_or_preset} if Path(model_or_preset).is_dir() else {"preset_name": model_or_preset}
-    )
-    model = load(blueprint(**source, **choices), load_format=load_format, seed=seed)
+    model = load_by_name(model_or_preset, engine, load_format=load_format, **choices)
     return CompiledModule(model.decoder, inner)
 
 

@@ -1,4 +1,4 @@
-"""What a person reads: the pages of `inspect`, the receipts of `check`, the card of `bench`. Lines only, no printing."""
+"""What a person reads: pages of `inspect`, receipts of `check`, the card of `bench`. Lines, no printing."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def text_bytes(weights: Mapping[str, Weights]) -> int:
     return sum(part.num_bytes for name, part in weights.items() if name not in UNUSED_PARTS)
 
 
-# -- inspect -------------------------------------------------------------------------------------------------
+# -- inspect -----------------------------------------------------------------------------------------------
 
 
 def config_lines(blueprint: Blueprint) -> list[str]:
@@ -120,10 +120,10 @@ def cache_lines(layout: CacheLayout, contexts: Sequence[int]) -> list[str]:
     for context in contexts:
         held = layout.context_bytes(context)
         rows.append((context, *(size(held[name]) for name in names), size(sum(held.values()))))
-    records = {group.name: group.record for group in layout.window[:1] + layout.states[:1] + layout.index_k[:1]}
+    firsts = layout.window[:1] + layout.states[:1] + layout.index_k[:1]
     return [
         f"caches of one request, pages of {layout.page_tokens} tokens, records "
-        + ", ".join(f"{name} {record}" for name, record in records.items()),
+        + ", ".join(f"{group.name} {group.record}" for group in firsts),
         *_indent(table(rows)),
         f"  global bytes a token: {layout.global_page_bytes / layout.page_tokens:g}",
     ]
@@ -153,7 +153,8 @@ def backend_lines(backends: Backends, hardware: Hardware) -> list[str]:
         chosen = getattr(backends, family)
         record = getattr(backends, record_of[family]) if family in record_of else None
         for impl in dict.fromkeys((chosen, *implementations(family))):
-            rows.append((family, ("* " if impl == chosen else "  ") + impl, _verdict(family, impl, hardware, record)))
+            mark = "* " if impl == chosen else "  "
+            rows.append((family, mark + impl, _verdict(family, impl, hardware, record)))
     rows += [(name, f"* {getattr(backends, name)}", "") for name in RECORD_FIELDS]
     return [f"backends on {hardware.name} (* chosen)", *_indent(table(rows, left=3))]
 
@@ -161,8 +162,9 @@ def backend_lines(backends: Backends, hardware: Hardware) -> list[str]:
 def implementations(family: str) -> list[str]:
     """The implementation files of an op family."""
     spec = importlib.util.find_spec(f"dsv41.ops.{family}")
-    assert spec is not None and spec.submodule_search_locations, f"no op family {family}"
-    return [item.name for item in pkgutil.iter_modules(spec.submodule_search_locations) if item.name != "op"]
+    folders = spec.submodule_search_locations if spec is not None else None
+    assert folders, f"no op family {family}"
+    return [item.name for item in pkgutil.iter_modules(folders) if item.name != "op"]
 
 
 def _verdict(family: str, impl: str, hardware: Hardware, record: str | None) -> str:
@@ -239,11 +241,13 @@ def inspect_json(
     }
 
 
-# -- check ---------------------------------------------------------------------------------------------------
+# -- check -------------------------------------------------------------------------------------------------
 
 
 def receipt_line(receipt: Receipt) -> str:
-    error = "not compared" if receipt.error is None else f"error {receipt.error:.1e} (limit {receipt.limit:g})"
+    error = "not compared"
+    if receipt.error is not None:
+        error = f"error {receipt.error:.1e} (limit {receipt.limit:g})"
     note = f"; {receipt.note}" if receipt.note else ""
     return f"{receipt.verdict}  {receipt.name}: {receipt.what}: {error}{note}"
 
@@ -254,16 +258,17 @@ def check_lines(receipts: Sequence[Receipt]) -> list[str]:
     return [summary, "this does not show", *_indent(NOT_SHOWN)]
 
 
-# -- bench ---------------------------------------------------------------------------------------------------
+# -- bench -------------------------------------------------------------------------------------------------
 
 
 def bench_head(bench: Bench) -> list[str]:
     setting = bench.setting()
     roof = setting["roof"]
     threads = f", {setting['threads']} threads" if setting["threads"] else ""
+    scenario = f", scenario {bench.workload.scenario}" if bench.workload.scenario else ""
     return [
         f"bench {bench.model.blueprint.source}, {setting['numerics']}, {setting['device']}{threads}, "
-        f"torch {setting['torch']}" + (f", scenario {bench.workload.scenario}" if bench.workload.scenario else ""),
+        f"torch {setting['torch']}{scenario}",
         f"roof, measured now: read {roof['gigabytes_per_second']:.1f} GB/s, "
         f"matmul {roof['teraflops_per_second']:.3g} TFLOP/s",
         f"not real: {'; '.join(setting['synthetic'])}",
@@ -276,7 +281,7 @@ BENCH_ROW = "{:8} {:8} {:>5} {:>8} {:>10} {:>10} {:>10} {:>10} {:>8} {:>8} {:>8}
 
 
 def bench_line(row: Mapping[str, Any]) -> str:
-    """`ms` is one step of a decode, the whole of a prefill; `parity` the worst row against the eager reference."""
+    """`ms` is one step of a decode, the whole of a prefill; `parity` the worst row of the comparison."""
     times = row["milliseconds"]
     return BENCH_ROW.format(
         row["mode"],

@@ -1,7 +1,8 @@
 """What must hold bit for bit on the reference backend, whatever the numbers are.
 
-The truth of a prompt is its one-shot: alone in an engine, all rows in one step. Caches start as 0xFF bytes, which is
-NaN in every float format and a huge scale in every packed one, so a read of what nobody wrote cannot pass unseen.
+The truth of a prompt is its one-shot: alone in an engine, all rows in one step. Caches start as 0xFF bytes,
+which is NaN in every float format and in every scale, so a read of what nobody wrote cannot
+pass unseen.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ from dsv41.runner.engine import Engine
 from dsv41.runner.inputs import build_step
 from dsv41.runner.load import Model, blueprint, load
 from dsv41.runner.request import Request, SamplingParams
-
-torch.set_num_threads(1)  # these matrices are tiny: on a busy machine a second thread costs more than it gives
 
 PAGE_TOKENS = 4  # smaller than every window: pages are crossed, and given back, all the time
 PACKED = "cpu,window_record=scaled_528{0},state_record=nvfp4_288{0},index_record=mxfp4_68"
@@ -93,7 +92,7 @@ class Session:
         return torch.tensor(places, dtype=torch.int64)
 
     def stored(self, number: int) -> dict[str, tuple[int, Tensor]]:
-        """Every cached value a later step of the request may read: name -> (first position or state, rows)."""
+        """Every cached value that a later step may read: name -> (first position or state, rows)."""
         request, caches, chosen = self.requests[number], self.engine.caches, self.engine.model
         config, backends, done = chosen.config, chosen.backends, request.num_computed
         dtype = chosen.decoder.context.dtype
@@ -122,7 +121,9 @@ class Session:
         request, caches = self.requests[number], self.engine.caches
         window = [page for page in request.window_pages if page]
         copies = [tensor[window] for tensor in caches.window.values()]
-        copies += [tensor[request.pages] for group in (caches.states, caches.index_k) for tensor in group.values()]
+        copies += [
+            tensor[request.pages] for group in (caches.states, caches.index_k) for tensor in group.values()
+        ]
         first = request.slot * OPEN_ROWS
         copies += [tensor[first : first + OPEN_ROWS] for tensor in caches.open_groups.values()]
         return [as_bytes(copy) for copy in copies]
@@ -139,7 +140,7 @@ def one_shot(chosen: Model, tokens: Sequence[int]) -> Session:
 
 
 def assert_same(session: Session, number: int, truth: Session) -> None:
-    """Request `number` has seen a prefix of the truth's prompt: equal hidden rows, logits and cached values."""
+    """Request `number` has seen a prefix of the truth's prompt: equal hidden rows, logits, cached values."""
     decoder, done = session.engine.model.decoder, session.requests[number].num_computed
     hidden, expected = session.hidden[number], truth.hidden[0][:done]
     assert torch.equal(hidden, expected)
@@ -150,8 +151,8 @@ def assert_same(session: Session, number: int, truth: Session) -> None:
 
 
 def assert_reaches_everything(truth: Session) -> None:
-    """Compressed rows exist at both ratios, top-k drops some, the candidate mask removes blocks that a later layer
-    would score, the window has moved on, and Engram reads different rows for different tokens."""
+    """Compressed rows exist at both ratios, top-k drops some, the candidate mask removes blocks that a later
+    layer would score, the window has moved on, and Engram reads different rows for different tokens."""
     chosen, request = truth.engine.model, truth.requests[0]
     config, done = chosen.config, request.num_computed
     for ratio in (1, 2):
@@ -174,7 +175,9 @@ def assert_reaches_everything(truth: Session) -> None:
 def two_calls(window: int) -> Feeds:
     """Every length up to three windows, every split."""
     lengths = range(1, 3 * window + 1)
-    return [[first, length - first] for length in lengths for first in range(1, length)] + [[n] for n in lengths]
+    return [[first, length - first] for length in lengths for first in range(1, length)] + [
+        [n] for n in lengths
+    ]
 
 
 def three_calls(window: int) -> Feeds:
@@ -207,8 +210,9 @@ def assert_chunks_equal_one_shot(chosen: Model, feeds: Feeds) -> None:
     ("preset", "numerics"), [("tiny", "bf16"), ("odd", "bf16"), ("tiny", "fp32-noquant")]
 )
 def test_chunks_equal_one_shot(preset: str, numerics: str, feeds: Callable[[int], Feeds]) -> None:
-    """Catches state that depends on where a call began: window rows, open pairs, visible counts, lookback, positions
-    counted from the chunk. The truth is alone and longer, so it also shows decode that differs from prefill."""
+    """Catches state that depends on where a call began: window rows, open pairs, visible counts, lookback,
+    positions counted from the chunk. The truth is alone and longer, so it also shows decode that differs
+    from prefill."""
     chosen = model(preset, numerics)
     assert_chunks_equal_one_shot(chosen, feeds(chosen.config.window_tokens))
 
@@ -216,22 +220,26 @@ def test_chunks_equal_one_shot(preset: str, numerics: str, feeds: Callable[[int]
 def test_chunks_equal_one_shot_in_vendor_records() -> None:
     """`mixed_584` and `fp8_132` need the real widths, hence the `kernel` preset and few lengths."""
     chosen = model("kernel", backends=VENDOR)
-    assert_chunks_equal_one_shot(chosen, [[first, 140 - first] for first in (1, 64, 127, 139)])
+    assert_chunks_equal_one_shot(chosen, [[first, 140 - first] for first in (1, 127, 139)])
 
 
 @pytest.mark.parametrize("suffix", ["", "_split"])
 @pytest.mark.parametrize("preset", ["tiny", "odd"])
 def test_packed_records_equal_plain_rows(preset: str, suffix: str) -> None:
-    """Plain rows hold what the release would have quantised, after the round trip; every such value is a few bits
-    times a power of two (or an e4m3 scale), exact in bf16. So the bytes may change and no result may. Catches a
-    record that quantises twice, or an address that is right in one placement only."""
+    """Plain rows hold what the release would have quantised, after the round trip; every such value is a few
+    bits times a power of two (or an e4m3 scale), exact in bf16. So the bytes may change and no result may.
+    Catches a record that quantises twice, or an address that is right in one placement only."""
     plain, packed = model(preset), model(preset, backends=PACKED.format(suffix))
     truth = one_shot(plain, prompt(3 * plain.config.window_tokens))
     assert_reaches_everything(truth)
     session = Session(packed, [prompt(len(truth.hidden[0]))])
     assert all(
         tensor.dtype == torch.uint8
-        for group in (session.engine.caches.window, session.engine.caches.states, session.engine.caches.index_k)
+        for group in (
+            session.engine.caches.window,
+            session.engine.caches.states,
+            session.engine.caches.index_k,
+        )
         for tensor in group.values()
     )
     session.feed_all([[13, len(truth.hidden[0]) - 14, 1]])
@@ -240,14 +248,16 @@ def test_packed_records_equal_plain_rows(preset: str, suffix: str) -> None:
 
 # -- company ----------------------------------------------------------------------------------------------
 
-# (prompt length, rows of an earlier call): fresh, resumed on an even and on an odd token, decode rows, one token
+# (prompt length, rows of an earlier call): fresh, resumed on even and odd positions, decode rows, one token
 COMPANY = ((29, 0), (31, 10), (40, 17), (38, 37), (33, 32), (1, 0), (7, 6))
 
 
 @cache
 def truths(preset: str) -> list[Session]:
     found = [one_shot(model(preset), prompt(length, seed)) for seed, (length, _) in enumerate(COMPANY)]
-    assert len({tuple(truth.hidden[0][0].tolist()) for truth in found}) == len(COMPANY), "equal prompts hide a mix-up"
+    assert len({tuple(truth.hidden[0][0].tolist()) for truth in found}) == len(COMPANY), (
+        "equal prompts hide a mix-up"
+    )
     assert_reaches_everything(max(found, key=lambda truth: len(truth.hidden[0])))
     return found
 
@@ -296,8 +306,8 @@ def assert_same_caches(a: KVCaches, b: KVCaches) -> None:
 
 @pytest.mark.parametrize("preset", ["tiny", "odd"])
 def test_company_and_request_order_do_not_matter(preset: str) -> None:
-    """Every request of a mixed batch, in three orders, equals itself alone. Catches rows that read a neighbour's
-    pages, and results that follow the number of rows."""
+    """Every request of a mixed batch, in three orders, equals itself alone. Catches rows that read a
+    neighbour's pages, and results that follow the number of rows."""
     for order in (range(7), range(6, -1, -1), (3, 0, 5, 2, 6, 1, 4)):
         session, counts = company(preset)
         session.feed([counts[number] for number in order])
@@ -307,7 +317,7 @@ def test_company_and_request_order_do_not_matter(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", ["tiny", "odd"])
 def test_row_order_does_not_matter(preset: str) -> None:
-    """Catches an implementation that takes a row's place for its position, or its neighbour for its partner."""
+    """Catches code that takes a row's place for its position, or its neighbour for its partner."""
     session, counts = company(preset)
     step = session.inputs(counts)
     assert bool((step.attention.partner_row >= 0).any())
@@ -324,8 +334,9 @@ def test_row_order_does_not_matter(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", ["tiny", "odd"])
 def test_padding_does_nothing(preset: str) -> None:
-    """A bucket's padding rows carry hostile tokens, positions and history; only their request, slots and counts say
-    that they are padding. Catches a padding row that writes, that is counted, or that disturbs a live row."""
+    """A bucket's padding rows carry hostile tokens, positions and history; only their request, slots and
+    counts say that they are padding. Catches a padding row that writes, that is counted, or that disturbs
+    a live row."""
     session, counts = company(preset)
     scheduled = [(session.requests[number], count) for number, count in counts]
     exact = session.inputs(counts)
@@ -353,40 +364,47 @@ def test_padding_does_nothing(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", ["tiny", "odd"])
 def test_only_own_pages_are_written(preset: str) -> None:
-    """A request that sits still keeps every byte while others come, run and go; pages in nobody's hands, the null
-    page first of all, keep their poison. Catches a write through slot -1, a stale page table, a row past the end."""
+    """A request that sits still keeps every byte while others come, run and go; pages in nobody's hands, the
+    null page first of all, keep their poison. Catches a write through slot -1, a stale page table, a row
+    past the end."""
     session = Session(model(preset), [prompt(33, 0), prompt(40, 1), prompt(27, 2)], spare_requests=1)
-    session.feed([(0, 21), (1, 8)])
+    states: set[int] = set()
+    window: set[int] = set()
+
+    def feed(*counts: tuple[int, int]) -> None:
+        session.feed(counts)
+        for request in session.requests:
+            states.update(request.pages)
+            window.update(request.window_pages)
+
+    feed((0, 21), (1, 8))
     still = session.own_bytes(0)
-    assert any((part != 0xFF).any() for part in still)
-    session.feed([(2, 27), (1, 9)])
+    assert all((part != 0xFF).any() for part in still)
+    feed((2, 27), (1, 9))
     session.engine._finish(session.requests[1], "length")
     session.add(prompt(30, 3))
-    session.feed([(3, 30)])
-    for mine, now in zip(still, session.own_bytes(0), strict=True):
-        assert torch.equal(mine, now)
-    session.feed([(0, 12)])
+    feed((3, 30))
+    for before, now in zip(still, session.own_bytes(0), strict=True):
+        assert torch.equal(before, now)
+    feed((0, 12))
     assert_same(session, 0, one_shot(model(preset), prompt(33, 0)))
 
-    caches, pools = session.engine.caches, session.engine
-    unused = sorted({0} | (set(range(pools.global_pool.num_pages)) - touched_pages(pools.global_pool.num_pages, session)))
-    for group in (caches.states, caches.index_k):
+    caches = session.engine.caches
+    for group, used in ((caches.states, states), (caches.index_k, states), (caches.window, window)):
         for tensor in group.values():
+            unused = sorted(set(range(len(tensor))) - used | {0})
+            assert len(unused) > 1
             assert bool((as_bytes(tensor[unused]) == 0xFF).all())
-    for tensor in caches.window.values():
-        assert bool((as_bytes(tensor[0]) == 0xFF).all())
-
-
-def touched_pages(num_pages: int, session: Session) -> set[int]:
-    """Global pages that some request holds, or that were given back by the one that ended."""
-    held = {page for request in session.requests for page in request.pages}
-    return held | set(session.engine.global_pool._free[-5:])
+    slots = {request.slot for request in session.requests}
+    assert slots == {0, 1, 2}
+    for rows in caches.open_groups.values():
+        assert bool((as_bytes(rows[3 * OPEN_ROWS :]) == 0xFF).all())
 
 
 @pytest.mark.parametrize("preset", ["tiny", "odd"])
 def test_open_groups_follow_the_request(preset: str) -> None:
-    """[A, B, C] with odd lengths; B ends; the next steps run [C, A], then D in B's place. Catches open-group state
-    that is kept by the row in the batch, or inherited from the slot's last owner."""
+    """[A, B, C] with odd lengths; B ends; the next steps run [C, A], then D in B's place. Catches open-group
+    state that is kept by the row in the batch, or inherited from the slot's last owner."""
     whole = [prompt(30, seed) for seed in range(4)]
     session = Session(model(preset), whole[:3])
     session.feed([(0, 17), (1, 9), (2, 21)])

@@ -1,8 +1,9 @@
 """Break one thing at a time: a parity test that cannot fail proves nothing.
 
-Most mistakes are broken into the reference ops and run end to end on p37 of tiny without quantisers, where parity holds
-to 1e-6 and the limit is 2e-5; each must exceed the margin stated beside it, half of what spec/arithmetic.md 6 measured
-with the reference itself. What quantisation hides (or is) shows on single layers instead.
+Most mistakes are broken into the reference ops and run end to end on p37 of tiny without quantisers, where
+parity holds to 1e-6 and the limit is 2e-5; each must exceed the margin beside it, half of the error it
+causes: the one that spec/arithmetic.md 6 lists for the reference itself (ours agree within 0.01), or else the
+one measured here. What is about quantisers shows on single layers instead.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ END_TO_END: list = []
 
 
 def control(margin: float) -> Callable:
-    """Register a function that breaks one thing through `patch`, with the end-to-end error that it must cause."""
+    """Register a function that breaks one thing through `patch`, with the end-to-end error that it must
+    cause."""
 
     def register(mistake: Callable[[Patch], None]) -> Callable[[Patch], None]:
         END_TO_END.append(pytest.param(mistake, margin, id=mistake.__name__))
@@ -50,7 +52,8 @@ def prefill_error() -> float:
 
 
 def test_nothing_broken() -> None:
-    """The yardstick: without a mistake the same run is at least a thousand times closer than any margin below."""
+    """The yardstick: without a mistake the same run is at least a thousand times closer than any margin
+    below."""
     assert prefill_error() <= 2e-6
 
 
@@ -101,21 +104,21 @@ def sinkhorn_stops_early(patch: Patch) -> None:
     wrap(patch, hyper, "sinkhorn", lambda sinkhorn, logits, sweeps, eps: sinkhorn(logits, 5, eps))
 
 
-@control(0.02)
+@control(0.07)
 def states_of_another_source(patch: Patch) -> None:
     """The Reuse layer 6 attends to the states of the first ratio-2 source, layer 2, not of layer 5."""
     wrong = golden.model("tiny", "fp32-noquant").decoder.layers[6].attention
     patch.setattr(wrong, "plan", replace(wrong.plan, kv_source=2))
 
 
-@control(0.02)
+@control(0.055)
 def index_keys_of_another_source(patch: Patch) -> None:
     """The second ratio-2 source, layer 5, scores against the index keys of layer 2."""
     wrong = golden.model("tiny", "fp32-noquant").decoder.layers[5].attention.indexer
     patch.setattr(wrong, "plan", replace(wrong.plan, kv_source=2))
 
 
-@control(0.05)
+@control(0.12)
 def selection_shifted_by_one(patch: Patch) -> None:
     def broken(select, *args):
         states, slots, *rest = select(*args)
@@ -143,8 +146,9 @@ def candidates_ignored(patch: Patch) -> None:
     wrap(patch, indexing, "select", broken)
 
 
-@control(0.045)
+@control(0.055)
 def state_rotated_at_its_last_token(patch: Patch) -> None:
+    """The compressed state of a pair, and its index key, at the angle of the token that closes the pair."""
     decoder = golden.model("tiny", "fp32-noquant").decoder
     right = decoder.rotations
 
@@ -210,7 +214,6 @@ def test_a_missing_quantiser_shows_in_its_layer(
     monkeypatch: Patch, op: str, tensor: str, margin: float
 ) -> None:
     """End to end these stay below the bf16 noise floor; the layer tests hold the tensors equal to the bit."""
-
     wrap(monkeypatch, publish, op, lambda right, *args: right(*args[:-1], False))
     assert worst(tensor) > margin
 
@@ -227,8 +230,8 @@ def test_states_in_the_wrong_format_show_in_their_layer(monkeypatch: Patch) -> N
 
 
 def test_weighing_after_the_last_product_shows_in_ffn_out(monkeypatch: Patch) -> None:
-    """Algebraically equal, 0 without quantisers; but the routing weight belongs before the quantiser of w2's input and
-    moves its codes. The feed-forward half alone is held to 5e-3."""
+    """Algebraically equal, 0 without quantisers; but the routing weight belongs before the quantiser of w2's
+    input and moves its codes. The feed-forward half alone is held to 5e-3."""
 
     def broken(feed_forward, x, gate_up, down, weight, *rest):
         out = feed_forward(x, gate_up, down, None, *rest)

@@ -40,7 +40,9 @@ def pooled(first: Tensor, second: Tensor) -> Tensor:
 Piece = tuple[int, int, int]  # request, first position, rows
 
 
-def call(tokens: Sequence[Tensor], pieces: Sequence[Piece], open_groups: Tensor, seed: int | None = None) -> dict:
+def call(
+    tokens: Sequence[Tensor], pieces: Sequence[Piece], open_groups: Tensor, seed: int | None = None
+) -> dict:
     """One step of these pieces, its rows shuffled if a seed is given. -> {(request, state): latent}"""
     rows = [(request, p) for request, start, count in pieces for p in range(start, start + count)]
     if seed is not None:
@@ -80,12 +82,15 @@ def assert_same(a: dict, b: dict) -> None:
 
 @pytest.mark.parametrize("length", range(1, 18))
 def test_every_split_equals_one_shot(length: int) -> None:
-    """State j pools tokens 2j and 2j+1 and appears when both are there. Catches a pair that is cut by the call."""
+    """State j pools tokens 2j and 2j+1 and appears when both are there. Catches a pair that is cut by the
+    call."""
     tokens = [projections(length)]
     whole = call(tokens, [(0, 0, length)], NAN_SLOTS.clone())
     assert sorted(whole) == [(0, j) for j in range(length // 2)]
     for (_, j), latent in whole.items():
-        torch.testing.assert_close(latent, pooled(tokens[0][2 * j], tokens[0][2 * j + 1]), rtol=2**-7, atol=1e-3)
+        torch.testing.assert_close(
+            latent, pooled(tokens[0][2 * j], tokens[0][2 * j + 1]), rtol=2**-7, atol=1e-3
+        )
     for first in range(1, length):
         open_groups = NAN_SLOTS.clone()
         early = call(tokens, [(0, 0, first)], open_groups)
@@ -96,8 +101,8 @@ def test_every_split_equals_one_shot(length: int) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_interleaved_requests_in_any_row_order(seed: int) -> None:
-    """Three requests in chunks of their own, rows shuffled, requests missing from some calls. Catches a partner taken
-    from the row before, and an open group kept by the row in the batch."""
+    """Three requests in chunks of their own, rows shuffled, requests missing from some calls. Catches a
+    partner taken from the row before, and an open group kept by the row in the batch."""
     draw = random.Random(seed)
     tokens = [projections(17, 10 * seed + request) for request in range(3)]
     whole = [call(tokens, [(request, 0, 17)], NAN_SLOTS.clone()) for request in range(3)]
@@ -112,7 +117,8 @@ def test_interleaved_requests_in_any_row_order(seed: int) -> None:
 
 
 def test_only_the_own_open_slot_changes() -> None:
-    """Requests 0 and 2 leave a pair open beside request 1's. Catches a write to slot -1, i.e. to the last slot."""
+    """Requests 0 and 2 leave a pair open beside request 1's. Catches a write to slot -1, i.e. to the last
+    slot."""
     tokens = [projections(9, seed) for seed in range(3)]
     open_groups = NAN_SLOTS.clone()
     call(tokens, [(1, 0, 3)], open_groups)
@@ -123,7 +129,7 @@ def test_only_the_own_open_slot_changes() -> None:
 
 
 def test_a_pair_may_close_where_another_opens() -> None:
-    """One call reads the slot that it also writes: reads come first. Position 8 is kept where position 0 was."""
+    """One call reads the slot that it also writes, and reads first: position 8 is kept where 0 was."""
     tokens = [projections(9)]
     open_groups = NAN_SLOTS.clone()
     call(tokens, [(0, 0, 1)], open_groups)
@@ -147,8 +153,8 @@ PAGE = 4
 def step_of(name: str, chunks: Sequence[int]) -> list[StepInputs]:
     """The steps of one request fed in chunks."""
     config = preset(name)
-    layout = build_layout(config, build_plan(config), Backends(window_record="rows_bf16", state_record="rows_bf16",
-                                                               index_record="rows_bf16"), PAGE)  # fmt: skip
+    rows = Backends(window_record="rows_bf16", state_record="rows_bf16", index_record="rows_bf16")
+    layout = build_layout(config, build_plan(config), rows, PAGE)
     request = Request(list(range(6, 6 + sum(chunks))), SamplingParams(), slot=1)
     pools, steps = (PagePool(20), PagePool(20)), []
     for count in chunks:
@@ -161,8 +167,8 @@ def step_of(name: str, chunks: Sequence[int]) -> list[StepInputs]:
 @pytest.mark.parametrize("name", ["tiny", "odd"])
 @pytest.mark.parametrize("first", range(1, 17))
 def test_states_are_visible_once_complete(name: str, first: int) -> None:
-    """Row p sees state j iff (j+1)*ratio <= p+1, writes state j iff it closes it, and turns it by j*ratio. Catches
-    counts from the chunk's start, an incomplete state shown, a state rotated at its last token."""
+    """Row p sees state j iff (j+1)*ratio <= p+1, writes state j iff it closes it, and turns it by j*ratio.
+    Catches counts from the chunk's start, an incomplete state shown, a state rotated at its last token."""
     steps = step_of(name, [first, 17 - first])
     config = preset(name)
     plain, yarn = plain_frequencies(config.rope_dim, config.rope_theta), yarn_frequencies(config)

@@ -1,4 +1,5 @@
-"""Engram: hash, lookup and write, against the release's own units and against the equations in plain integers."""
+"""Engram: hash, lookup and write, against the release's own units and against the equations in plain
+integers."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ def back(tokens: Tensor, depth: int) -> Tensor:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("layer", [0, 1])
 def test_hash_of_the_release(layer: int, masked: bool) -> None:
-    """The released primes and multipliers; their products fill 63 bits. Catches a hash in floating point, blocking
-    that is not cumulative, a column order of heads before n-gram sizes."""
+    """The released primes and multipliers; their products fill 63 bits. Catches a hash in floating point,
+    blocking that is not cumulative, a column order of heads before n-gram sizes."""
     golden = load_file(UNITS / "engram_release.safetensors")
     pad = int(golden["pad_compressed"])
     identity = torch.arange(int(golden["compressed_ids"].max()) + pad + 1)
@@ -68,9 +69,19 @@ OFFSETS = torch.tensor([0, 97, 198, 301, 408, 517])
 PAD = 2
 
 
-def hashed(tokens: Sequence[int], lookback: Sequence[Sequence[int]], image: Sequence[bool]) -> list[list[int]]:
+def hashed(
+    tokens: Sequence[int], lookback: Sequence[Sequence[int]], image: Sequence[bool]
+) -> list[list[int]]:
     return engram_hash(
-        torch.tensor(tokens), torch.tensor(lookback), torch.tensor(image), MAP, MULTIPLIERS, PRIMES, OFFSETS, PAD, IMPL
+        torch.tensor(tokens),
+        torch.tensor(lookback),
+        torch.tensor(image),
+        MAP,
+        MULTIPLIERS,
+        PRIMES,
+        OFFSETS,
+        PAD,
+        IMPL,
     ).tolist()
 
 
@@ -85,7 +96,8 @@ def by_hand(token: int, lookback: Sequence[int], image: bool) -> list[int]:
 
 
 def test_blocking_is_cumulative() -> None:
-    """What lies behind a blocked token is blocked too, whatever id it has. The pad is a raw id, mapped like others."""
+    """What lies behind a blocked token is blocked too, whatever id it has. The pad is a raw id, mapped like
+    others."""
     histories = [[4, 5, 6], [-1, 5, 6], [4, -1, 6], [4, 5, -1], [-1, -1, -1]]
     found = hashed([1] * 5, histories, [False] * 5)
     assert found == [by_hand(1, history, False) for history in histories]
@@ -107,8 +119,9 @@ def test_equal_words_have_equal_rows() -> None:
 @pytest.mark.parametrize("length", [1, 2, 3, 9])
 @pytest.mark.parametrize("image_at", [None, 1])
 def test_lookback_is_the_history(length: int, image_at: int | None) -> None:
-    """A prompt of 1, 2, 3 tokens, and a split after 1, 2, 3: the rows' lookback is the same as in one call, i.e. the
-    true history, -1 before the start and on image tokens. Catches history that restarts with a chunk."""
+    """A prompt of 1, 2, 3 tokens, and a split after 1, 2, 3: the rows' lookback is the same as in one call,
+    i.e. the true history, -1 before the start and on image tokens. Catches history that restarts with a
+    chunk."""
     plan = blueprint(preset_name="tiny", device="cpu", page_tokens=4)
     tokens = list(range(40, 40 + length))
     images = [position == image_at for position in range(length)]
@@ -136,13 +149,13 @@ def table() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     codes = torch.randn(40, 64, generator=generator).to(torch.float8_e4m3fn)
     scale = torch.randint(100, 150, (40, 2), generator=generator, dtype=torch.uint8)
-    scale[7] = torch.tensor([0, 254])
+    scale[7] = torch.tensor([0, 240])
     return codes, scale
 
 
 def test_lookup() -> None:
-    """Each half of a row has a scale of its own; rows are concatenated in column order. Catches a scale read as a
-    number, one scale a row, and a bf16 product."""
+    """Each half of a row has a scale of its own; rows are concatenated in column order. Catches a scale read
+    as a number, one scale a row, and a bf16 product."""
     codes, scale = table()
     rows = torch.tensor([[7, 0, 39], [39, 7, 7]])
     expected = codes.double() * torch.exp2(scale.double() - 127).repeat_interleave(32, dim=1)
@@ -164,7 +177,9 @@ def test_lookup_reads_a_mapped_file(tmp_path: Path) -> None:
         name: torch.from_numpy(np.memmap(tmp_path / name, dtype=np.uint8, mode="r+", shape=(40, width)))
         for name, width in (("codes", 64), ("scale", 2))
     }
-    found = engram_lookup(mapped["codes"].view(torch.float8_e4m3fn), mapped["scale"], rows, torch.bfloat16, IMPL)
+    found = engram_lookup(
+        mapped["codes"].view(torch.float8_e4m3fn), mapped["scale"], rows, torch.bfloat16, IMPL
+    )
     assert found.isfinite().all()
     assert torch.equal(found, engram_lookup(codes, scale, rows, torch.bfloat16, IMPL))
 
@@ -194,22 +209,24 @@ def test_write_of_the_release(masked: bool) -> None:
         assert torch.equal(out[image], streams[image])
 
 
-@pytest.mark.parametrize("zero", [0.0, -0.0])
-def test_gate_of_no_match(zero: float) -> None:
-    """A dot of +0 gives sigmoid(+1e-3), of -0 sigmoid(-1e-3): the root of the floor 1e-6, with the dot's sign. Catches
-    sign(0) = 0, which would give 0.5. A zero row has a finite rms too."""
-    hidden = 8
-    streams = torch.zeros(1, 2, hidden)
-    kv = torch.ones(1, 3 * hidden)
-    query = torch.full((2, hidden), math.copysign(1.0, zero))
-    out = engram_write(streams, kv, query, torch.ones(2, hidden), torch.tensor([False]), 1e-20, IMPL)
-    alpha = math.copysign(1e-3, zero)
-    torch.testing.assert_close(out, torch.full_like(out, 1 / (1 + math.exp(-alpha))), rtol=1e-7, atol=0)
-    assert float(out[0, 0, 0]) != 0.5
+@pytest.mark.parametrize(("dot", "alpha"), [(0.0, 1e-3), (3e-7, 1e-3), (-3e-7, -1e-3), (-0.25, -0.5)])
+def test_gate_of_a_weak_match(dot: float, alpha: float) -> None:
+    """The dot is floored at 1e-6 before the root and keeps its sign, +0 counting as positive. Catches sign(0)
+    = 0, a gate of 0.5, and a floor on the signed value. A zero row has a finite rms too."""
+    hidden = 4
+    streams, kv = torch.zeros(1, 1, hidden), torch.ones(1, 2 * hidden)
+    if dot:
+        streams[:] = 1.0
+    query = torch.full((1, hidden), dot * hidden**-0.5)
+    out = engram_write(streams, kv, query, torch.ones(1, hidden), torch.tensor([False]), 1e-20, IMPL)
+    gate = 1 / (1 + math.exp(-alpha))
+    torch.testing.assert_close(out, streams + gate, rtol=2e-7, atol=0)
+    assert abs(gate - 0.5) > 2e-4
 
 
 def test_gate_of_a_match() -> None:
-    """Every copy has its own key and gate; the value is shared. Catches a dot without its norms or without 1/sqrt(D)."""
+    """Every copy has its own key and gate; the value is shared. Catches a dot without its norms or without
+    1/sqrt(D)."""
     generator, hidden = torch.Generator().manual_seed(0), 16
     streams = torch.randn(3, 2, hidden, generator=generator)
     kv = torch.randn(3, 3 * hidden, generator=generator)
@@ -219,7 +236,9 @@ def test_gate_of_a_match() -> None:
         value = kv[row, 2 * hidden :]
         for copy in range(2):
             x, k = streams[row, copy].double(), kv[row, copy * hidden : (copy + 1) * hidden].double()
-            dot = (x * query[copy] * key[copy] * k).sum() / (x.square().mean() * k.square().mean() * hidden).sqrt()
+            dot = (x * query[copy] * key[copy] * k).sum() / (
+                x.square().mean() * k.square().mean() * hidden
+            ).sqrt()
             gate = torch.sigmoid(dot.sign() * dot.abs().sqrt())
             assert float(dot.abs()) > 1e-6
             torch.testing.assert_close(out[row, copy], (x + gate * value).float(), rtol=1e-5, atol=1e-6)

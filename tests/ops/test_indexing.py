@@ -1,4 +1,4 @@
-"""The sparse indexer: ties, visibility, candidates, pages, faults. Integer scores, so every answer is exact."""
+"""The sparse indexer: ties, visibility, candidates, pages, faults. Scores are integers, answers exact."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ def best_blocks(scores: Sequence[float], num_blocks: int, size: int) -> list[int
 
 
 class Pool:
-    """Index keys of several requests on scattered pages. Whatever holds no key is NaN: the null page, pages of
-    nobody, the tail of a last page, and what the page table names beyond a request's pages."""
+    """Index keys of several requests on scattered pages. Whatever holds no key is NaN: the null page, pages
+    of nobody, the tail of a last page, and what the page table names beyond a request's pages."""
 
     def __init__(self, keys: Sequence[Tensor], seed: int = 0) -> None:
         counts = [-(-len(own) // PAGE_STATES) for own in keys]
         draw = random.Random(seed)
         pages = draw.sample(range(1, sum(counts) + 6), sum(counts))
-        self.cache = torch.full((sum(counts) + 6, PAGE_STATES, keys[0].shape[1]), torch.nan, dtype=torch.bfloat16)
+        self.cache = torch.full(
+            (sum(counts) + 6, PAGE_STATES, keys[0].shape[1]), torch.nan, dtype=torch.bfloat16
+        )
         self.table = torch.zeros((len(keys), max(counts) + 1), dtype=torch.int32)
         for number, own in enumerate(keys):
             mine = [pages.pop() for _ in range(counts[number])]
@@ -90,7 +92,10 @@ def integers(draw: random.Random, *shape: int) -> Tensor:
 
 def scores_by_hand(q: Tensor, weights: Tensor, keys: Tensor) -> list[float]:
     """One row: sum over heads of w relu(<q, key>)."""
-    dots = [[max(sum(a * b for a, b in zip(head, key, strict=True)), 0) for key in keys.tolist()] for head in q.tolist()]
+    dots = [
+        [max(sum(a * b for a, b in zip(head, key, strict=True)), 0) for key in keys.tolist()]
+        for head in q.tolist()
+    ]
     return [sum(w * dot[j] for w, dot in zip(weights.tolist(), dots, strict=True)) for j in range(len(keys))]
 
 
@@ -99,7 +104,8 @@ def scores_by_hand(q: Tensor, weights: Tensor, keys: Tensor) -> list[float]:
 
 @pytest.mark.parametrize("width", [K - 1, K, K + 1, 2 * K, 10 * K])
 def test_ties_keep_the_smallest_indices(width: int) -> None:
-    """After the ReLU most scores are equal. Catches a sort that is not stable, or that differs from run to run."""
+    """After the ReLU most scores are equal. Catches a sort that is not stable, or that differs from run to
+    run."""
     pool, expected = Pool([torch.zeros(width, 1)]), [*range(min(K, width))] + [-1] * (K - width)
     scores = torch.zeros(1, 10 * K)
     for _ in range(100):
@@ -108,8 +114,8 @@ def test_ties_keep_the_smallest_indices(width: int) -> None:
 
 
 def test_few_visible_states_are_all_chosen() -> None:
-    """Scores of -inf among the visible lose to nothing: what lies beyond is worth less, even +inf and NaN. Catches a
-    mask that is written into the scores."""
+    """Scores of -inf among the visible lose to nothing: what lies beyond is worth less, even +inf and NaN.
+    Catches a mask that is written into the scores."""
     scores = torch.tensor([[-math.inf, 1.0, -math.inf] + [math.inf, math.nan] * 5])
     assert top_k(scores, torch.tensor([3]), K, IMPL).tolist() == [[0, 1, 2] + [-1] * 5]
     assert top_k(scores, torch.tensor([3]), 2, IMPL).tolist() == [[0, 1]]
@@ -131,9 +137,15 @@ def test_nothing_visible_chooses_nothing() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_top_k_and_blocks_against_sorting(seed: int) -> None:
-    """Random shapes; few distinct scores, so that ties cross the boundary; some -inf; rubbish beyond the visible."""
+    """Random shapes; few distinct scores, so that ties cross the boundary; some -inf; rubbish beyond the
+    visible."""
     draw = random.Random(seed)
-    width, k, size, num_blocks = draw.randint(1, 60), draw.randint(1, 20), draw.randint(1, 7), draw.randint(1, 9)
+    width, k, size, num_blocks = (
+        draw.randint(1, 60),
+        draw.randint(1, 20),
+        draw.randint(1, 7),
+        draw.randint(1, 9),
+    )
     seen = [draw.randint(0, width) for _ in range(5)]
     rows = [[draw.choice([-math.inf, -1.0, 0.0, 0.0, 2.0]) for _ in range(count)] for count in seen]
     rubbish = [[draw.choice([math.inf, math.nan]) for _ in range(width - count)] for count in seen]
@@ -148,8 +160,8 @@ def test_top_k_and_blocks_against_sorting(seed: int) -> None:
 
 
 def test_newest_block_is_always_a_candidate() -> None:
-    """It has the lowest score of all, then -inf, and still is in. Catches a pin on the last block of the buffer
-    instead of the row's own newest."""
+    """It has the lowest score of all, then -inf, and still is in. Catches a pin on the last block of the
+    buffer instead of the row's own newest."""
     scores = torch.arange(24.0, 0.0, -1.0).repeat(3, 1)
     seen = torch.tensor([24, 13, 12], dtype=torch.int32)
     assert candidate_blocks(scores, seen, 2, 4, IMPL).tolist() == [[0, 5], [0, 3], [0, 2]]
@@ -195,14 +207,16 @@ def batch(seed: int) -> tuple[Pool, list[Tensor], list[tuple[int, int]], Tensor,
 
 @pytest.mark.parametrize("seed", range(10))
 def test_select_against_sorting(seed: int) -> None:
-    """Scores, selection, slots and blocks of every row by hand, then again inside the blocks. Catches a wrong page,
-    a neighbour's request, a NaN from the null page, and anything that follows a row's place."""
+    """Scores, selection, slots and blocks of every row by hand, then again inside the blocks. Catches a wrong
+    page, a neighbour's request, a NaN from the null page, and anything that follows a row's place."""
     pool, keys, rows, q, weights = batch(seed)
     k, num_blocks, size = 5, 3, 4
     chosen, slots, blocks, faulty = pool.select(rows, q, weights, k=k, num_blocks=num_blocks, block=size)
     inside = pool.select(rows, q, weights, torch.tensor(blocks, dtype=torch.int32), k=k, block=size)[0]
     request, seen = (torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True))
-    scored = index_scores(q, weights, pool.cache, pool.table, request, seen, 40, "rows_bf16", PAGE_STATES, IMPL)
+    scored = index_scores(
+        q, weights, pool.cache, pool.table, request, seen, 40, "rows_bf16", PAGE_STATES, IMPL
+    )
     assert not any(faulty)
     for row, (owner, count) in enumerate(rows):
         scores = scores_by_hand(q[row], weights[row], keys[owner][:count])
@@ -240,8 +254,8 @@ def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_nan_key_is_reported_and_never_chosen() -> None:
-    """State 2 of request 0 is NaN: rows that see it are faulty, rows that do not, and other requests, are as before.
-    Catches NaN sorted first, and a fault spread over the batch."""
+    """State 2 of request 0 is NaN: rows that see it are faulty, rows that do not, and other requests, are as
+    before. Catches NaN sorted first, and a fault spread over the batch."""
     sound = Pool([one_head([1.0] * 9), one_head([2.0] * 9)])
     sick = Pool([one_head([1.0, 1.0, math.nan] + [1.0] * 6), one_head([2.0] * 9)])
     rows = [(0, 9), (1, 9), (0, 2), (-1, 0), (0, 3)]
@@ -266,8 +280,8 @@ def test_a_nan_query_is_a_fault_of_its_row_alone() -> None:
 
 
 def test_a_key_of_an_earlier_chunk_stays_selectable() -> None:
-    """Three chunks publish their keys; the key that the third asks for came with the first. Catches a key cache that
-    is overwritten, or scored, from the chunk's start only."""
+    """Three chunks publish their keys; the key that the third asks for came with the first. Catches a key
+    cache that is overwritten, or scored, from the chunk's start only."""
     dim, states, planted, k = 8, 36, 5, 4
     keys = torch.zeros(states, dim, dtype=torch.bfloat16)
     keys[:, 1], keys[:, 2] = 1.0, torch.arange(states) % 5
@@ -276,8 +290,15 @@ def test_a_key_of_an_earlier_chunk_stays_selectable() -> None:
     cache = torch.full((states // PAGE_STATES + 1, PAGE_STATES, dim), torch.nan, dtype=torch.bfloat16)
     table = torch.arange(states // PAGE_STATES, 0, -1, dtype=torch.int32).unsqueeze(0)
     unturned = torch.cat((torch.ones(states, 1), torch.zeros(states, 1)), dim=1)
-    slots = table[0, torch.arange(states) // PAGE_STATES].long() * PAGE_STATES + torch.arange(states) % PAGE_STATES
-    norm, q, weights = torch.ones(dim, dtype=torch.bfloat16), torch.zeros(1, 1, dim, dtype=torch.bfloat16), ask(1)[1]
+    slots = (
+        table[0, torch.arange(states) // PAGE_STATES].long() * PAGE_STATES
+        + torch.arange(states) % PAGE_STATES
+    )
+    norm, q, weights = (
+        torch.ones(dim, dtype=torch.bfloat16),
+        torch.zeros(1, 1, dim, dtype=torch.bfloat16),
+        ask(1)[1],
+    )
     q[0, 0, :2] = torch.tensor([4.0, 0.5])
     for start in (0, 12, 24):
         own = slice(start, start + 12)

@@ -14,7 +14,7 @@ from dsv41.runner.load import Model, blueprint, load
 from dsv41.runner.request import SamplingParams
 
 PAGE_TOKENS = 4
-GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
 LENGTHS = (21, 1, 9, 2, 30, 16, 5)
 
 
@@ -57,10 +57,11 @@ def assert_all_given_back(used: Engine) -> None:
 # -- tokens -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"max_requests": 2}, {"max_batch_tokens": 7}, {"max_batch_tokens": 1}])
+@pytest.mark.parametrize("changes", [{}, {"max_requests": 2}, {"max_batch_tokens": 7}])
 def test_company_chunks_and_waiting_change_no_token(changes: dict[str, int]) -> None:
-    """More prompts than slots, and a budget that cuts prompts: the same tokens as alone, and nothing is left behind.
-    Catches a page handed out twice, a window pool too small for its budget, a prompt that is never served."""
+    """More prompts than slots, and a budget that cuts prompts: the same tokens as alone, and nothing is left
+    behind. Catches a page handed out twice, a window pool too small for its budget, a prompt that is never
+    served."""
     used = engine(**changes)
     for _ in range(2):  # the second time on pages that others have used
         assert used.generate(prompts(), GREEDY) == solo()
@@ -70,24 +71,24 @@ def test_company_chunks_and_waiting_change_no_token(changes: dict[str, int]) -> 
 def test_pools_are_sound_at_every_step() -> None:
     """Window pages below the window go back while a request runs, and come from the same pool later."""
     used = engine(max_requests=3, max_batch_tokens=5)
-    lowest = used.window_pool.num_free
+    ever_given_back = False
     for _ in used.stream(prompts(), GREEDY):
         used.global_pool.check_integrity()
         used.window_pool.check_integrity()
         held = [page for request in used.running for page in request.window_pages if page]
         assert len(held) == len(set(held)) == used.window_pool.num_pages - 1 - used.window_pool.num_free
-        lowest = min(lowest, used.window_pool.num_free)
-    assert lowest < used.window_pool.num_pages // 2
+        ever_given_back |= any(0 in request.window_pages for request in used.running)
+    assert ever_given_back
     assert_all_given_back(used)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.7])
 def test_a_seed_gives_the_same_tokens_in_any_batch(top_p: float) -> None:
     """The noise depends on seed and position alone. Catches a generator shared by the batch."""
-    params = SamplingParams(max_tokens=6, temperature=1.0, top_p=top_p, seed=11, ignore_eos=True)
+    params = replace(GREEDY, temperature=1.0, top_p=top_p, seed=11)
     assert engine(max_batch_tokens=9).generate(prompts(), params) == solo(params)
     assert engine(max_requests=3).generate(prompts()[::-1], params) == solo(params)[::-1]
-    assert solo(replace(params, seed=12)) != solo(params) != solo()
+    assert engine().generate(prompts(), replace(params, seed=12)) != solo(params) != solo()
 
 
 # -- ends -------------------------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ def test_eos_ends_a_request_alone() -> None:
         ([], GREEDY, "empty"),
         ([5, 512], GREEDY, "512"),
         ([-1], GREEDY, "-1"),
-        ([7] * 43, GREEDY, "48"),
+        ([7] * 45, GREEDY, "48"),
         ([7], SamplingParams(max_tokens=48), "48"),
     ],
 )
@@ -143,7 +144,7 @@ def test_a_prompt_that_cannot_run_changes_nothing(
 
 def test_longest_prompt_that_fits_runs() -> None:
     used = engine()
-    assert len(used.generate([[7] * 42], GREEDY)[0]) == 6
+    assert len(used.generate([[7] * 44], GREEDY)[0]) == 4
     assert_all_given_back(used)
 
 
@@ -173,8 +174,8 @@ def errors(used: Engine, tokens: list[list[int]]) -> tuple[list[list[int]], dict
 
 
 def test_a_nan_embedding_ends_its_request_alone() -> None:
-    """One prompt holds a token whose row is NaN, mixed with all others in one step. The error names step and layer,
-    the others get the tokens they get alone, and `generate` raises."""
+    """One prompt holds a token whose row is NaN, mixed with all others in one step. The error names step and
+    layer, the others get the tokens they get alone, and `generate` raises."""
     sick = fresh_model()
     victim = prompts()[4][20]
     assert not any(victim in tokens for tokens in prompts()[:4] + prompts()[5:] + solo())
@@ -186,14 +187,14 @@ def test_a_nan_embedding_ends_its_request_alone() -> None:
     assert "step 1, layer 0" in found[4]
     assert outputs == [[] if number == 4 else tokens for number, tokens in enumerate(solo())]
     assert_all_given_back(used)
-    with pytest.raises(RuntimeError, match="prompt 4: .*step"):
+    with pytest.raises(RuntimeError, match=r"prompt 4: .*step"):
         used.generate(prompts(), GREEDY)
 
 
 @pytest.mark.parametrize(("group", "layer"), [("states", 5), ("index_k", 7), ("window", 3)])
 def test_a_nan_in_a_cache_ends_its_request_alone(group: str, layer: int) -> None:
-    """NaN in the pages of one request, of one layer's cache, while it decodes: the error names that layer and step 3.
-    Its pages then serve another request, which must not read what was left there."""
+    """NaN in the pages of one request, of one layer's cache, while it decodes: the error names that layer and
+    step 3. Its pages then serve another request, which must not read what was left there."""
     used = engine(max_batch_tokens=128, max_requests=6)
     requests = [used.add(tokens, GREEDY) for tokens in prompts()[:6]]
     used.step()

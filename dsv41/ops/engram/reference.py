@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv41.ops import records
+from dsv41.ops.arithmetic import sigmoid
 
 
 def why_not(hardware: object, record: str | None) -> str | None:
@@ -52,6 +53,6 @@ def engram_write(
     keys = keys.unflatten(-1, (copies, hidden))
     inverse_rms = torch.rsqrt(x.square().mean(-1) + eps) * torch.rsqrt(keys.square().mean(-1) + eps)
     match = (x * query.float() * key.float() * keys).sum(-1) * inverse_rms * hidden**-0.5  # [T, M]
-    gate = torch.sigmoid(torch.copysign(match.abs().clamp(min=1e-6).sqrt(), match))
+    gate = sigmoid(torch.copysign(match.abs().clamp(min=1e-6).sqrt(), match))
     gate = torch.where(is_image.unsqueeze(1), 0.0, gate)
     return (x + gate.unsqueeze(-1) * value.unsqueeze(1)).to(streams.dtype)

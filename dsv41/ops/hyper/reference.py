@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv41.ops.arithmetic import exact_matmul
+from dsv41.ops.arithmetic import exact_matmul, sigmoid
 
 
 def why_not(hardware: object, record: str | None) -> str | None:
@@ -30,8 +30,8 @@ def split_mixes(
     """The raw mixes [T, (2 + M)*M] -> pre [T, M], post [T, M], comb [T, M, M]."""
     pre_z, post_z, comb_z = mixes.split((copies, copies, copies * copies), dim=-1)
     pre_b, post_b, comb_b = base.split((copies, copies, copies * copies))
-    pre = torch.sigmoid(scale[0] * pre_z + pre_b) + eps
-    post = 2 * torch.sigmoid(scale[1] * post_z + post_b)
+    pre = sigmoid(scale[0] * pre_z + pre_b) + eps
+    post = 2 * sigmoid(scale[1] * post_z + post_b)
     comb = sinkhorn((scale[2] * comb_z + comb_b).unflatten(-1, (copies, copies)), sweeps, eps)
     return pre, post, comb
 

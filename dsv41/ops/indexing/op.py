@@ -11,7 +11,7 @@ T token rows, B requests, P pages of a request, Hi index heads, hi index dimensi
 states, C candidate blocks. A row sees the first `num_states [T]` states of request `row_request [T]` (-1: a
 padding row, which sees none); `page_table [B, P]` maps page p of a request to its page of the cache. Index
 lists are int32 in state units, -1 padded at the end. A NaN score never becomes an index: `select` reports
-such rows in `faulty [T]` bool. `select` also returns the selection as cache slots (page * page_states +
+rows with one among the states they may choose in `faulty [T]` bool. `select` also returns the selection as cache slots (page * page_states +
 offset), which every layer that shares the selection reads (spec/model.md 3.7, 3.8).
 """
 

@@ -149,11 +149,11 @@ def select(
         request_keys = _request_keys(keys, page_table, request, count, record, page_states, q)
         scores = score(q[rows], weights[rows], request_keys)
         seen = _visible(scores, num_states[rows])
-        faulty[rows] = (scores.isnan() & seen).any(1)
         if num_blocks:
             blocks[rows] = candidate_blocks(scores, num_states[rows], num_blocks, block_states)
         if candidates.shape[1]:
             seen &= _inside(candidates[rows], count, block_states)
+        faulty[rows] = (scores.isnan() & seen).any(1)
         chosen = _choose(scores, seen & ~scores.isnan(), k)
         page = page_table[request].long()[(chosen.clamp(min=0) // page_states).long()]
         selection[rows] = chosen

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsv41.ops import records
-from dsv41.ops.arithmetic import exact_matmul
+from dsv41.ops.arithmetic import exact_matmul, sigmoid
 
 
 def why_not(hardware: object, record: str | None) -> str | None:
@@ -24,7 +24,7 @@ def route(
     top_k: int,
     route_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    scores = F.softplus(exact_matmul(x, gate)).sqrt()
+    scores = F.softplus(exact_matmul(x, gate).double()).float().sqrt()  # float64: see arithmetic.sigmoid
     biased = scores + torch.where(is_image.unsqueeze(1), image_bias, bias)
     biased = biased.nan_to_num(nan=-torch.inf)  # a NaN row must still choose valid ids; its weights stay NaN
     order = biased.sort(dim=-1, descending=True, stable=True).indices[
@@ -43,7 +43,8 @@ def _feed_forward(
     None."""
     x_q = records.round_trip(x, "fp8_32") if quantise else x
     gate, up = exact_matmul(x_q, gate_up).to(x.dtype).float().chunk(2, dim=-1)
-    hidden = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    gate = gate.clamp(max=limit)
+    hidden = gate * sigmoid(gate) * up.clamp(-limit, limit)
     if route_weight is not None:
         hidden = hidden * route_weight.unsqueeze(1)
     hidden = hidden.to(x.dtype)

@@ -1,0 +1,80 @@
+"""One step's requests in their order, complete at birth: decode rows first, then chunks, each with its
+counts.
+
+Decoder replay: after the last KV source has published for all rows, the layers behind it run on the tail
+alone: the rows from `tail_start = num_prompt - window` on, which is a property of the prompt and not of its
+chunks. Their window starts there too (spec/model.md 9.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass
+class Slot:
+    """What the worker's host side knows of a request: counters that run ahead of the device's results.
+
+    `length` counts known tokens and those sampled but not yet read back; the request samples when a step
+    computes its last row. Decoder replay skips rows below `tail_start` behind the last KV source."""
+
+    request_id: int
+    index: int
+    num_prompt: int
+    length: int
+    num_computed: int
+    tail_start: int
+    num_pages: int
+    num_window_pages: int
+    prompt_logprobs: int | None = None  # alternatives wanted beside each prompt token
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B requests, T rows, of which the layers behind the last KV source compute T' (`tail_rows` int64 [T']).
+
+    `sample_rows` int64 [S] are the rows of `StepOutput.hidden` (T' of them) that are sampled from, for the
+    requests `sampled` (numbers within the batch)."""
+
+    slots: tuple[Slot, ...]
+    counts: NDArray  # int64 [B]
+    tail_rows: NDArray
+    sample_rows: NDArray
+    sampled: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def is_trimmed(self) -> bool:
+        return len(self.tail_rows) < self.num_rows
+
+    def hidden_rows(self, number: int) -> NDArray:
+        """The rows of `hidden` that belong to request `number` of the batch."""
+        first = int(self.counts[:number].sum())
+        low, high = np.searchsorted(self.tail_rows, (first, first + int(self.counts[number])))
+        return np.arange(low, high)
+
+
+def make_batch(slots: list[Slot], counts: list[int]) -> Batch:
+    """Order the requests (one-row ones first, then by rows) and find the rows that go on and those that
+    sample."""
+    order = sorted(range(len(slots)), key=lambda i: counts[i])
+    chosen, rows = tuple(slots[i] for i in order), np.array([counts[i] for i in order], dtype=np.int64)
+    ends = rows.cumsum()
+    skipped = np.array([max(0, slot.tail_start - slot.num_computed) for slot in chosen])
+    kept = [
+        np.arange(end - max(0, count - skip), end)
+        for end, count, skip in zip(ends, rows, skipped, strict=True)
+    ]
+    sampled = tuple(
+        number
+        for number, (slot, count) in enumerate(zip(chosen, rows, strict=True))
+        if slot.num_computed + count == slot.length
+    )
+    tail_ends = np.cumsum([len(part) for part in kept])
+    return Batch(chosen, rows, np.concatenate(kept), tail_ends[list(sampled)] - 1, sampled)

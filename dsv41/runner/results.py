@@ -1,0 +1,103 @@
+"""From a step's device tensors to one `TokenResult` per request that got a token or met a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv41.model.inputs import StepInputs, StepOutput
+from dsv41.runner.async_output import AsyncResult
+from dsv41.runner.batch import Batch
+from dsv41.runner.sampler import LogProbs, Sampled
+from dsv41.runner.schedule import PromptLogProb, TokenResult
+
+NO_FAULT = 1 << 30
+
+
+def first_faults(step: StepInputs, output: StepOutput, slots: Tensor, num_slots: int) -> Tensor:
+    """The first faulty layer of each request slot in `slots` int64 [B], `NO_FAULT` without one. int32 [B]"""
+    faults = torch.where(output.fault_layer < 0, NO_FAULT, output.fault_layer)
+    worst = torch.full((num_slots,), NO_FAULT, dtype=faults.dtype, device=faults.device)
+    return worst.scatter_reduce(0, step.attention.row_request.long(), faults, "amin")[slots]
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What `results` needs of a step besides the tensors on their way."""
+
+    batch: Batch
+    number: int  # of the step
+    top_n: tuple[int, ...]  # alternatives asked for, by sampled request; -1: no log-probability
+    prompt_of: tuple[int, ...]  # the requests, by number in the batch, that get prompt log-probabilities
+
+
+def gather(
+    gathered: Gathered, faults: Tensor, sampled: Sampled, prompt: Sequence[tuple[Tensor, LogProbs]]
+) -> AsyncResult:
+    """Send a step's results on their way."""
+    tensors = {"faults": faults, "tokens": sampled.tokens, "nan": sampled.nan}
+    if sampled.logprobs is not None:
+        tensors |= _named("sampled", sampled.logprobs)
+    for number, (ids, logprobs) in zip(gathered.prompt_of, prompt, strict=True):
+        tensors |= {f"prompt{number}.ids": ids} | _named(f"prompt{number}", logprobs)
+    return AsyncResult(tensors, lambda host: results(gathered, host))
+
+
+def _named(name: str, logprobs: LogProbs) -> dict[str, Tensor]:
+    return {
+        f"{name}.chosen": logprobs.chosen,
+        f"{name}.ranks": logprobs.ranks,
+        f"{name}.top_ids": logprobs.top_ids,
+        f"{name}.top": logprobs.top,
+    }
+
+
+def _top(host: dict[str, Tensor], name: str, row: int, top_n: int) -> tuple[tuple[int, float], ...]:
+    ids, values = host[f"{name}.top_ids"][row].tolist(), host[f"{name}.top"][row].tolist()
+    return tuple(zip(ids, values, strict=True))[:top_n]
+
+
+def _prompt(host: dict[str, Tensor], number: int) -> tuple[PromptLogProb, ...]:
+    name = f"prompt{number}"
+    ids = host[f"{name}.ids"].tolist()
+    chosen, ranks = host[f"{name}.chosen"].tolist(), host[f"{name}.ranks"].tolist()
+    width = host[f"{name}.top"].shape[1]
+    return tuple(
+        PromptLogProb(ids[row], chosen[row], ranks[row], _top(host, name, row, width))
+        for row in range(len(ids))
+    )
+
+
+def results(gathered: Gathered, host: dict[str, Tensor]) -> list[TokenResult]:
+    """A result for each sampled request, each faulty one, and each that got prompt log-probabilities."""
+    batch, made = gathered.batch, []
+    sampled = {number: row for row, number in enumerate(batch.sampled)}
+    tokens, nan, faults = host["tokens"].tolist(), host["nan"].tolist(), host["faults"].tolist()
+    for number, slot in enumerate(batch.slots):
+        row = sampled.get(number)
+        prompt = _prompt(host, number) if number in gathered.prompt_of else ()
+        faulty = faults[number] != NO_FAULT or (row is not None and nan[row])
+        if faulty:
+            where = f"layer {faults[number]}" if faults[number] != NO_FAULT else "the logits"
+            error = f"not a finite number in step {gathered.number}, {where}"
+            made.append(TokenResult(slot.request_id, -1, error))
+        elif row is None:
+            if prompt:
+                made.append(TokenResult(slot.request_id, -1, prompt_logprobs=prompt))
+        elif gathered.top_n[row] < 0:
+            made.append(TokenResult(slot.request_id, tokens[row], prompt_logprobs=prompt))
+        else:
+            made.append(
+                TokenResult(
+                    slot.request_id,
+                    tokens[row],
+                    logprob=float(host["sampled.chosen"][row]),
+                    rank=int(host["sampled.ranks"][row]),
+                    top_logprobs=_top(host, "sampled", row, gathered.top_n[row]),
+                    prompt_logprobs=prompt,
+                )
+            )
+    return made

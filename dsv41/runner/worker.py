@@ -1,0 +1,269 @@
+"""The worker path: a scheduler's output in, sampled token ids out. The host never waits for the device here.
+
+execute(output) requests join and leave; one staged transfer; rows on the device; the model sample() logits of
+the rows that complete their request; sampling; device state for the next step AsyncResult.get() waits for the
+step's few bytes and turns them into `TokenResult`s
+
+The next step's inputs come from device state, so step n + 1 may be executed before the results of step n are
+read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsv41.config import EngineConfig
+from dsv41.model.caches import KVCaches
+from dsv41.model.inputs import StepInputs, StepOutput, Tail
+from dsv41.model.layout import OPEN_ROWS
+from dsv41.runner.async_output import AsyncResult
+from dsv41.runner.batch import Batch, Slot, make_batch
+from dsv41.runner.load import Model
+from dsv41.runner.results import Gathered, first_faults, gather
+from dsv41.runner.rows import compute_rows, pad_rows, select_rows, trim_window
+from dsv41.runner.sampler import LogProbs, Sampler, prompt_logprobs
+from dsv41.runner.schedule import NewRequest, RunningRequest, SchedulerOutput
+from dsv41.runner.state import IMAGE_BIT, Changes, RequestState, Staging
+
+Run = Callable[[StepInputs, KVCaches], StepOutput]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A step ready to run: its batch, its inputs, and what was staged with it."""
+
+    batch: Batch
+    step: StepInputs
+    staged: dict[str, Tensor]
+
+
+class Worker:
+    """Holds the device state of up to `max_requests` requests and computes steps for them, in the order
+    given."""
+
+    def __init__(
+        self, model: Model, engine: EngineConfig, caches: KVCaches, max_pages: int, run: Run | None = None
+    ) -> None:
+        self.model, self.engine, self.caches = model, engine, caches
+        self.run = run if run is not None else model.decoder
+        device = model.device
+        # One column beyond the context takes the token after the last.
+        self.state = RequestState(engine.max_requests, engine.max_context_tokens + 1, max_pages, device)
+        self.staging = Staging(device)
+        self.sampler = Sampler(engine.max_requests, model.config.vocab_size, device, model.config.eos_token)
+        self.slots: dict[int, Slot] = {}
+        self.embeddings: dict[int, Tensor] = {}
+        self.masks: dict[int, Tensor] = {}  # of the next step, by request: set by the engine
+        self.num_steps = 0
+        self._free = list(range(engine.max_requests - 1, -1, -1))
+        self._executed: tuple[Prepared, StepOutput] | None = None
+
+    @torch.inference_mode()
+    def prepare(self, output: SchedulerOutput, num_rows: int | None = None) -> Prepared | None:
+        """Take in a scheduler's output and build its step; None if it has no tokens. `num_rows` pads the
+        rows.
+
+        Raises ValueError for an output that does not fit what the worker holds."""
+        for request_id in (*output.finished, *output.preempted):
+            self._drop(request_id)
+        changes = Changes()
+        for request in output.new:
+            self._admit(request, changes)
+        for running in output.running:
+            self._update(running, changes)
+        if not output.num_tokens:
+            if not changes.is_empty:
+                self.state.apply(self.staging.send(changes.arrays()))
+            return None
+        batch = make_batch(
+            [self._held(request_id) for request_id in output.num_tokens], list(output.num_tokens.values())
+        )
+        staged = self._stage(batch, changes)
+        step = self._inputs(batch, staged)
+        return Prepared(batch, step if num_rows is None else pad_rows(step, num_rows), staged)
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> None:
+        """Compute the hidden rows of a step; `sample` must follow before the next one."""
+        assert self._executed is None, "the step before was not sampled"
+        prepared = self.prepare(output)
+        if prepared is not None:
+            self.num_steps += 1
+            self._executed = prepared, self.run(prepared.step, self.caches)
+
+    @torch.inference_mode()
+    def sample(self) -> AsyncResult | None:
+        """Sample the requests of the executed step that reached their last token. None if no step was
+        executed."""
+        if self._executed is None:
+            return None
+        (prepared, output), self._executed = self._executed, None
+        batch, staged = prepared.batch, prepared.staged
+        slots = staged["sample_slots"].long()
+        positions = self.state.num_computed[slots] + staged["sample_counts"].long()  # of the tokens to come
+        active = [batch.slots[number].index for number in batch.sampled]
+        sampled = self.sampler.sample(
+            self.model.decoder.logits(output.hidden[staged["sample_rows"].long()]),
+            slots,
+            positions - 1,
+            positions - staged["sample_prompts"].long(),
+            active,
+            self._masks(batch),
+        )
+        self.state.tokens[slots, positions] = sampled.tokens.to(torch.int32)
+        prompt = self._prompt_logprobs(batch, output)
+        faults = first_faults(prepared.step, output, staged["slots"].long(), self.engine.max_requests)
+        top_n = tuple(self.sampler.admitted[index].top_n for index in active)
+        gathered = Gathered(batch, self.num_steps, top_n, tuple(prompt))
+        result = gather(gathered, faults, sampled, list(prompt.values()))
+        self.advance(prepared)
+        for number in batch.sampled:
+            batch.slots[number].length += 1
+        return result
+
+    def advance(self, prepared: Prepared) -> None:
+        """The rows of a step are computed: the next step of its requests starts behind them."""
+        staged = prepared.staged
+        self.state.num_computed.index_add_(0, staged["slots"].long(), staged["step_counts"].long())
+        for slot, count in zip(prepared.batch.slots, prepared.batch.counts.tolist(), strict=True):
+            slot.num_computed += count
+
+    def open_rows(self, request_id: int, layer: int) -> Tensor:
+        """The open-group rows of a request at a ratio-2 KV source, a view of the cache: float32 [OPEN_ROWS, 2d]"""
+        first = self._held(request_id).index * OPEN_ROWS
+        return self.caches.open_groups[layer][first : first + OPEN_ROWS]
+
+    def _held(self, request_id: int) -> Slot:
+        if request_id not in self.slots:
+            raise ValueError(f"request {request_id} is scheduled but neither new nor held by the worker")
+        return self.slots[request_id]
+
+    def _drop(self, request_id: int) -> None:
+        slot = self.slots.pop(request_id, None)
+        if slot is not None:  # a request may end before it ever ran
+            self.sampler.release(slot.index)
+            self.embeddings.pop(request_id, None)
+            self._free.append(slot.index)
+
+    def _admit(self, request: NewRequest, changes: Changes) -> None:
+        if request.request_id in self.slots:
+            raise ValueError(f"request {request.request_id} is new but already held by the worker")
+        if not self._free:
+            raise ValueError(f"the worker holds {self.engine.max_requests} requests already (max_requests)")
+        index = self._free.pop()
+        trims = self.engine.decoder_replay and request.params.prompt_logprobs is None
+        tail_start = max(0, request.num_prompt - self.model.config.window_tokens) if trims else 0
+        tokens = np.asarray(request.tokens, dtype=np.int64)
+        if request.image_rows is not None:
+            tokens[: request.num_prompt] |= np.where(request.image_rows, IMAGE_BIT, 0)
+        changes.put("tokens", index * self.state.max_tokens, tokens)
+        counts = np.array([request.num_computed, request.hit_tokens, request.replay_start, tail_start])
+        changes.put("counts", index * 4, counts)
+        self.slots[request.request_id] = Slot(
+            request.request_id,
+            index,
+            request.num_prompt,
+            len(tokens),
+            request.num_computed,
+            tail_start,
+            0,
+            0,
+            request.params.prompt_logprobs,
+        )
+        self._append_pages(request.request_id, request.pages, request.window_pages, changes)
+        self.sampler.admit(
+            index, request.params, request.tokens[: request.num_prompt], request.tokens[request.num_prompt :]
+        )
+        if request.embeddings is not None:
+            self.embeddings[request.request_id] = request.embeddings
+        for layer, rows in (request.open_groups or {}).items():
+            self.open_rows(request.request_id, layer).copy_(rows)
+
+    def _update(self, running: RunningRequest, changes: Changes) -> None:
+        self._append_pages(running.request_id, running.new_pages, running.new_window_pages, changes)
+        if running.tokens:
+            slot = self._held(running.request_id)
+            first = slot.index * self.state.max_tokens + slot.num_computed
+            changes.put("tokens", first, np.asarray(running.tokens, dtype=np.int64))
+            slot.length = slot.num_computed + len(running.tokens)
+
+    def _append_pages(
+        self, request_id: int, pages: Sequence[int], window_pages: Sequence[int], changes: Changes
+    ) -> None:
+        slot = self._held(request_id)
+        start = slot.index * self.state.max_pages
+        changes.put("pages", start + slot.num_pages, np.asarray(pages, dtype=np.int64))
+        changes.put("window_pages", start + slot.num_window_pages, np.asarray(window_pages, dtype=np.int64))
+        slot.num_pages += len(pages)
+        slot.num_window_pages += len(window_pages)
+
+    def _stage(self, batch: Batch, changes: Changes) -> dict[str, Tensor]:
+        sampled = [batch.slots[number] for number in batch.sampled]
+        arrays = changes.arrays() | {
+            "slots": np.array([slot.index for slot in batch.slots]),
+            "step_counts": batch.counts,
+            "tail_rows": batch.tail_rows if batch.is_trimmed else np.empty(0, dtype=np.int64),
+            "sample_rows": batch.sample_rows,
+            "sample_slots": np.array([slot.index for slot in sampled], dtype=np.int64),
+            "sample_counts": batch.counts[list(batch.sampled)],
+            "sample_prompts": np.array([slot.num_prompt for slot in sampled], dtype=np.int64),
+        }
+        staged = self.staging.send(arrays)
+        self.state.apply(staged)
+        return staged
+
+    def _inputs(self, batch: Batch, staged: dict[str, Tensor]) -> StepInputs:
+        config, layout = self.model.config, self.model.layout
+        slots, counts = staged["slots"].long(), staged["step_counts"].long()
+        step = compute_rows(self.state, slots, counts, batch.num_rows, config, layout)
+        step = self._with_images(batch, step)
+        if not batch.is_trimmed:
+            return step
+        rows = staged["tail_rows"].long()
+        first = select_rows(step, rows)
+        return step.with_tail(Tail(rows, first, trim_window(first, self.state, config, layout)))
+
+    def _with_images(self, batch: Batch, step: StepInputs) -> StepInputs:
+        """Rows for the step's image positions, where a request of it has any."""
+        if not any(slot.request_id in self.embeddings for slot in batch.slots):
+            return step
+        parts = []
+        for slot, count in zip(batch.slots, batch.counts.tolist(), strict=True):
+            part = torch.zeros((count, self.model.config.hidden_size))
+            own = self.embeddings.get(slot.request_id)
+            if own is not None:
+                chunk = own[slot.num_computed : slot.num_computed + count]
+                part[: len(chunk)] = chunk
+            parts.append(part)
+        dtype = getattr(torch, self.model.config.numerics.dtype_name)
+        return step.with_embeddings(torch.cat(parts).to(device=step.positions.device, dtype=dtype))
+
+    def _masks(self, batch: Batch) -> Tensor | None:
+        """bool [S, V] of the token masks of the sampled requests, if any has one."""
+        wanted = [self.masks.get(batch.slots[number].request_id) for number in batch.sampled]
+        if not any(mask is not None for mask in wanted):
+            return None
+        everything = torch.ones(self.model.config.vocab_size, dtype=torch.bool)
+        rows = [everything if mask is None else mask for mask in wanted]
+        return torch.stack(rows).to(self.state.tokens.device)
+
+    def _prompt_logprobs(self, batch: Batch, output: StepOutput) -> dict[int, tuple[Tensor, LogProbs]]:
+        """By number in the batch: the prompt tokens after the step's rows, and their log-probabilities."""
+        found = {}
+        for number, (slot, count) in enumerate(zip(batch.slots, batch.counts.tolist(), strict=True)):
+            last = min(
+                slot.num_computed + count, slot.num_prompt - 1
+            )  # the last prompt token has no successor
+            if slot.prompt_logprobs is None or slot.num_computed >= last:
+                continue
+            rows = torch.from_numpy(batch.hidden_rows(number)[: last - slot.num_computed])
+            logits = self.model.decoder.logits(output.hidden[rows.to(output.hidden.device)])
+            following = self.state.tokens[slot.index, slot.num_computed + 1 : last + 1]
+            ids = (following & (IMAGE_BIT - 1)).long()
+            found[number] = (ids, prompt_logprobs(logits, ids, slot.prompt_logprobs))
+        return found
