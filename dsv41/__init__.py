@@ -12,12 +12,12 @@ from typing import Any
 _HOMES = {
     "EngineConfig": "dsv41.config",
     "ModelConfig": "dsv41.config",
-    "Engine": "dsv41.runner.engine",
+    "LLM": "dsv41.runner.engine",
     "SamplingParams": "dsv41.runner.request",
     "compiled": "dsv41.runner.load",
 }
 
-__all__ = ["Engine", "EngineConfig", "ModelConfig", "SamplingParams", "compiled"]
+__all__ = ["LLM", "EngineConfig", "ModelConfig", "SamplingParams", "compiled"]
 
 
 def __getattr__(name: str) -> Any:

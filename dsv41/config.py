@@ -256,7 +256,9 @@ class EngineConfig:
     max_requests: int = 16  # running at once
     max_context_tokens: int = 4096  # prompt and answer of one request
     engram_tables: str = "device"  # where the tables live: one of ENGRAM_TABLES
-    global_pages: int = 0  # pool of compressed states and index keys; 0: enough for max_requests full contexts
+    global_pages: int = (
+        0  # pool of states and index keys; 0: enough for max_requests full contexts
+    )
     window_pages: int = 0  # pool of window rows; 0: enough for max_requests
     prefix_mode: str = "off"  # prefix reuse: one of PREFIX_MODES (runner/prefix.py says what each promises)
     decoder_replay: bool = False  # behind the last KV source, compute only the last window of every prompt
@@ -295,7 +297,7 @@ class EngineConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, but must be true or false")
         if self.decoder_replay and self.prefix_mode == "exact":
             raise ValueError(
-                "decoder_replay skips window rows that prefix_mode exact shares: choose bounded or off, or no replay"
+                "decoder_replay skips window rows that prefix_mode exact shares: choose another prefix_mode"
             )
         if model is not None and self.max_context_tokens > model.max_tokens:
             raise ValueError(

@@ -31,8 +31,8 @@ from dsv41.model.costs import weights_by_part
 from dsv41.presets import PRESETS
 from dsv41.runner import check, report
 from dsv41.runner.bench import Bench, ParityError, Workload, find_scenario, load_scenario
-from dsv41.runner.engine import Engine
-from dsv41.runner.load import LOAD_FORMATS, Blueprint, Model, blueprint, load
+from dsv41.runner.engine import LLM
+from dsv41.runner.load import LOAD_FORMATS, Blueprint, Model, blueprint, load, trace_blueprint
 from dsv41.runner.request import SamplingParams
 
 SLOW_SECONDS = 2.0  # between two progress lines
@@ -145,7 +145,7 @@ def generate(args: argparse.Namespace) -> None:
         prompt = model.tokenizer.encode(args.prompt)
         _check_prompt(prompt, params, plan.config)
     context = len(prompt) + params.max_tokens
-    engine = Engine(
+    engine = LLM(
         model,
         EngineConfig(
             max_batch_tokens=min(context, 2048), max_requests=1, max_context_tokens=context, seed=args.seed
@@ -157,15 +157,15 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def _stream(
-    engine: Engine, prompt: Sequence[int], params: SamplingParams, as_text: bool
+    engine: LLM, prompt: Sequence[int], params: SamplingParams, as_text: bool
 ) -> tuple[list[int], str | None]:
     """Print tokens as they come: their text, or their ids separated by spaces."""
     tokens: list[int] = []
     shown, reason = "", None
-    for event in engine.stream([prompt], params):
-        if event.error:
-            raise RuntimeError(event.error)
-        tokens.append(event.token)
+    for _, event in engine.stream([prompt], params):
+        if event.result.error:
+            raise RuntimeError(event.result.error)
+        tokens.append(event.result.token)
         reason = event.finish_reason
         if as_text:
             assert engine.model.tokenizer is not None, "text needs a tokenizer"
@@ -213,7 +213,7 @@ def inspect(args: argparse.Namespace) -> None:
     segments = None
     if not args.no_segments:
         args.say(f"tracing {plan.config.num_layers} layers without weights")
-        segments = report.meta_segments(plan)
+        segments = trace_blueprint(plan)
         _print(report.segment_lines(segments))
     _print(report.environment_lines(plan.hardware))
     _write(args, report.inspect_json(plan, weights, contexts, segments))

@@ -20,8 +20,8 @@ def exact_matmul(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """float32 [...], evaluated in float64: the CPU's fp32 kernels give the last elements of a tensor another last bit,
-    so that a value would depend on where its row stands."""
+    """float32 [...], evaluated in float64: the CPU's fp32 kernels give the last elements of a tensor another
+    last bit, so that a value would depend on where its row stands."""
     return torch.sigmoid(x.double()).float()
 
 

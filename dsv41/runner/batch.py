@@ -50,8 +50,10 @@ class Batch:
         return int(self.counts.sum())
 
     @property
-    def is_trimmed(self) -> bool:
-        return len(self.tail_rows) < self.num_rows
+    def has_tail(self) -> bool:
+        """Whether a request is still in a prompt whose tail starts behind its first token: rows are skipped,
+        or their window begins at the tail. From the last prompt token on neither can happen."""
+        return any(slot.tail_start and slot.num_computed < slot.num_prompt - 1 for slot in self.slots)
 
     def hidden_rows(self, number: int) -> NDArray:
         """The rows of `hidden` that belong to request `number` of the batch."""

@@ -22,15 +22,14 @@ import dsv41
 from dsv41.backends import FAMILIES
 from dsv41.config import EngineConfig
 from dsv41.graphs.module import CompiledModule
-from dsv41.model.caches import KVCaches
 from dsv41.model.costs import Span, StepCost, Weights, step_cost, weights_by_part
 from dsv41.model.decoder import Decoder
-from dsv41.model.inputs import StepInputs, StepOutput
-from dsv41.runner.engine import Engine
+from dsv41.runner.engine import LLM
 from dsv41.runner.load import Model
-from dsv41.runner.request import SamplingParams
+from dsv41.runner.request import Request, SamplingParams
+from dsv41.runner.stepper import Stepper
+from dsv41.runner.worker import Run
 
-Run = Callable[[StepInputs, KVCaches], StepOutput]
 Say = Callable[[str], None]
 
 MODES = ("eager", "compile")
@@ -224,25 +223,16 @@ def compare(model: Model, engine: EngineConfig, measured: Run, reference: Run) -
     prompts = [random_tokens(long + 3, model, 1), random_tokens(4, model, 2)]
     schedule = [((0, long),), ((0, 1), (1, 3)), ((0, 1), (1, 1)), ((0, 1),)]
     errors = []
-    sides = [Engine(model, engine, run) for run in (measured, reference)]
-    for side in sides:
-        for tokens in prompts:
-            side.add(tokens, SamplingParams(max_tokens=1))
+    sides = [Stepper(model, engine, run) for run in (measured, reference)]
+    requests = [[side.add(tokens) for tokens in prompts] for side in sides]
     for step in schedule:
-        logits = [_feed(side, step) for side in sides]
+        logits = [
+            torch.cat(side.logits([(own[number], count) for number, count in step]))
+            for side, own in zip(sides, requests, strict=True)
+        ]
         errors.append(row_error(*logits))
     worst = torch.cat(errors)
     return Parity(len(worst), float(worst.max()), PARITY_LIMIT[model.config.numerics.quantised])
-
-
-@torch.inference_mode()
-def _feed(engine: Engine, step: Sequence[tuple[int, int]]) -> Tensor:
-    """Logits of a step that computes `count` more tokens of each running request named by number."""
-    scheduled = [(engine.running[number], count) for number, count in step]
-    output = engine.run(engine.step_inputs(scheduled), engine.caches)
-    for request, count in scheduled:
-        request.num_computed += count
-    return engine.model.decoder.logits(output.hidden)
 
 
 # -- measuring ---------------------------------------------------------------------------------------------
@@ -261,41 +251,42 @@ class Sample:
     spans: tuple[tuple[Span, ...], ...]
 
 
-def _timed_step(engine: Engine) -> Sample:
-    """One step on the host's clock. Sampling reads the logits, so the device has finished by then."""
-    spans = tuple(Span(request.num_computed, count) for request, count in engine.schedule())
+def _timed_step(llm: LLM, requests: Sequence[Request]) -> Sample:
+    """One step on the host's clock. Taking in its tokens waits for the device."""
+    before = [request.num_computed for request in requests]
     started = time.perf_counter()
-    touched = engine.step()
+    events = llm.step()
     seconds = time.perf_counter() - started
-    fault = next((request.error for request in touched if request.error), None)
+    fault = next((event.result.error for event in events if event.result.error), None)
     if fault:
         raise RuntimeError(f"bench: {fault}")
-    return Sample(seconds, (spans,))
+    spans = (Span(start, r.num_computed - start) for start, r in zip(before, requests, strict=True))
+    return Sample(seconds, (tuple(span for span in spans if span.rows),))
 
 
-def _run_case(engine: Engine, case: Case, seed: int) -> list[Sample]:
+def _run_case(llm: LLM, case: Case, seed: int) -> list[Sample]:
     """One repetition: fill the engine, prefill, then decode; the samples of the kind that is asked for."""
     params = SamplingParams(max_tokens=case.max_tokens, ignore_eos=True)
-    for number in range(case.batch):
-        engine.add(random_tokens(case.context, engine.model, seed + number), params)
-    prefill = []
-    while any(request.num_uncomputed > 1 for request in engine.running):
-        prefill.append(_timed_step(engine))
+    prompts = [random_tokens(case.context, llm.model, seed + number) for number in range(case.batch)]
+    requests = [llm.add(tokens, params) for tokens in prompts]
+    samples = []
+    while not all(request.output for request in requests):
+        samples.append(_timed_step(llm, requests))
     if case.kind == "prefill":
-        while engine.running:  # only prompts of one token
-            prefill.append(_timed_step(engine))
-        spans = tuple(span for sample in prefill for span in sample.spans)
-        return [Sample(sum(sample.seconds for sample in prefill), spans)]
-    samples = [_timed_step(engine) for _ in range(case.gen_len)]
-    while engine.running:  # those whose prefill ended last; see Case.lead
-        engine.step()
+        spans = tuple(span for sample in samples for span in sample.spans)
+        samples = [Sample(sum(sample.seconds for sample in samples), spans)]
+    else:
+        samples = [_timed_step(llm, requests) for _ in range(case.gen_len)]
+    for request in requests:  # some decoded while the last ones still prefilled; see Case.lead
+        llm.abort(request)
+    llm.step()
     return samples
 
 
-def measure(engine: Engine, case: Case, workload: Workload, seed: int) -> list[Sample]:
+def measure(llm: LLM, case: Case, workload: Workload, seed: int) -> list[Sample]:
     for _ in range(workload.warmup):
-        _run_case(engine, case, seed)
-    return [sample for _ in range(workload.repeat) for sample in _run_case(engine, case, seed)]
+        _run_case(llm, case, seed)
+    return [sample for _ in range(workload.repeat) for sample in _run_case(llm, case, seed)]
 
 
 def _percentiles(samples: Sequence[float]) -> dict[str, float]:
@@ -340,11 +331,11 @@ class Bench:
                     f"bench: {mode} differs from the reference by {parity.worst_row:.2g} in its worst of "
                     f"{parity.rows} rows, more than {parity.limit:g}: no numbers"
                 )
-            engine = Engine(self.model, self.engine, run)
+            llm = LLM(self.model, self.engine, run)
             num_compiles = compiled.num_compiles if compiled is not None else 0
             for case in self.workload.cases():
                 self.say(f"measuring {mode}: {case.kind}, batch {case.batch}, context {case.context}")
-                samples = measure(engine, case, self.workload, self.seed)
+                samples = measure(llm, case, self.workload, self.seed)
                 if compiled is not None and compiled.num_compiles != num_compiles:
                     raise RuntimeError(
                         f"bench: {case.kind} of batch {case.batch} compiled again while measured"

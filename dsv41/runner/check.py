@@ -17,12 +17,10 @@ import dsv41
 from dsv41.backends import FAMILIES
 from dsv41.config import EngineConfig
 from dsv41.runner.bench import random_tokens, row_error
-from dsv41.runner.engine import Engine
 from dsv41.runner.load import Model, blueprint, load
-from dsv41.runner.request import Request, SamplingParams
+from dsv41.runner.stepper import HandRequest, Stepper
 
 EXCERPT = Path(dsv41.__file__ or "").parent / "data" / "parity"
-ONE_TOKEN = SamplingParams(max_tokens=1)
 
 EXACT_LIMIT = 2e-5  # worst row without quantisers: sums differ in their order and in nothing else
 # With quantisers one ulp can move a code and codes move rows: this only shows that nothing is grossly wrong.
@@ -57,32 +55,24 @@ class Receipt:
 
 
 class Rows:
-    """One engine whose steps are chosen by hand, and the logits of all their rows."""
+    """A stepper, and the logits of all the rows of its requests."""
 
     def __init__(self, model: Model, context: int) -> None:
-        self.engine = Engine(
-            model, EngineConfig(max_requests=2, max_context_tokens=context, max_batch_tokens=2 * context)
-        )
+        capacity = EngineConfig(max_requests=2, max_context_tokens=context, max_batch_tokens=2 * context)
+        self.stepper = Stepper(model, capacity)
+        self.add = self.stepper.add
 
-    def add(self, tokens: Sequence[int]) -> Request:
-        return self.engine.add(tokens, ONE_TOKEN)
-
-    @torch.inference_mode()
-    def feed(self, *scheduled: tuple[Request, int], padding: int = 0) -> tuple[Tensor, ...]:
+    def feed(self, *scheduled: tuple[HandRequest, int], padding: int = 0) -> list[Tensor]:
         """Logits [count, V] of every scheduled request's next `count` tokens."""
-        counts = [count for _, count in scheduled]
-        num_rows = sum(counts) + padding
-        output = self.engine.run(self.engine.step_inputs(scheduled, num_rows), self.engine.caches)
-        for request, count in scheduled:
-            request.num_computed += count
-        return self.engine.model.decoder.logits(output.hidden[: sum(counts)]).cpu().split(counts)
+        num_rows = sum(count for _, count in scheduled) + padding
+        return [logits.cpu() for logits in self.stepper.logits(scheduled, num_rows)]
 
     def run(self, tokens: Sequence[int], counts: Sequence[int]) -> Tensor:
         """Logits [n, V] of one request alone, in steps of these sizes; the rest of it in a last one."""
         request = self.add(tokens)
         logits = [self.feed((request, count))[0] for count in counts]
-        if request.num_uncomputed:
-            logits += self.feed((request, request.num_uncomputed))
+        if len(tokens) > request.num_computed:
+            logits += self.feed((request, len(tokens) - request.num_computed))
         return torch.cat(logits)
 
 

@@ -1,173 +1,260 @@
-"""A simple engine: a fixed set of requests, paged caches, prefill in chunks, then decode together."""
+"""The engine: prompts in, tokens out. A step schedules, computes, samples, and takes in results.
+
+llm = dsv41.LLM("tiny") # a preset, a checkpoint directory, a loaded Model llm.generate([[1, 2, 3]],
+SamplingParams(max_tokens=8)) # ids, or text where there is a tokenizer
+
+request = llm.add([1, 2, 3], params) # the same by hand while llm.has_work: for event in llm.step(): ...
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
-import torch
+from torch import Tensor
 
 from dsv41.config import EngineConfig
-from dsv41.model.caches import KVCaches, allocate_caches
-from dsv41.model.inputs import StepInputs, StepOutput
-from dsv41.model.layout import build_layout
-from dsv41.runner.inputs import build_step
-from dsv41.runner.load import Model
-from dsv41.runner.pages import PagePool
+from dsv41.model.caches import allocate_caches
+from dsv41.runner.async_output import AsyncResult
+from dsv41.runner.load import Model, load_by_name
 from dsv41.runner.request import Request, SamplingParams
-from dsv41.runner.sampler import sample_row
+from dsv41.runner.schedule import PromptLogProb, TokenResult
+from dsv41.runner.scheduler import Event, Scheduler
+from dsv41.runner.snapshot import Snapshot, restore, take
+from dsv41.runner.worker import Run, Worker
+
+Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
-class Token:
-    """One streamed token: the index of its prompt and the id; `finish_reason` is set on a request's last
-    event. A request that ends by a fault streams a last event with token -1 and the error."""
+class Completion:
+    """The answer to one prompt. `text` is None without a tokenizer. `results` has a `TokenResult` for each
+    token, with its log-probabilities where they were asked for; `num_cached` prompt tokens came from the
+    prefix cache."""
 
-    prompt: int
-    token: int
-    finish_reason: str | None = None
-    error: str | None = None
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    text: str | None
+    finish_reason: str
+    error: str | None
+    num_cached: int
+    results: tuple[TokenResult, ...]
+    prompt_logprobs: tuple[PromptLogProb, ...]
 
 
-class Engine:
-    """Requests in, tokens out. `run(step, caches)` is the model, eager or compiled."""
+@dataclass(frozen=True)
+class Metrics:
+    """Counters since the engine began. `cached_tokens` of `looked_up_tokens` came from the prefix cache."""
+
+    steps: int
+    preemptions: int
+    looked_up_tokens: int
+    cached_tokens: int
+    running: int
+    waiting: int
+
+
+class LLM:
+    """A model with its caches, scheduler and worker. `run(step, caches)` replaces the eager decoder.
+
+    Raises ValueError for a model and capacities that do not fit each other.
+    """
 
     def __init__(
-        self,
-        model: Model,
-        engine: EngineConfig,
-        run: Callable[[StepInputs, KVCaches], StepOutput] | None = None,
+        self, model: Model | str, engine: EngineConfig | None = None, run: Run | None = None
     ) -> None:
+        self.engine = engine = engine if engine is not None else EngineConfig()
+        self.model = model = load_by_name(model, engine) if isinstance(model, str) else model
         engine.validate(model.config)
-        self.model, self.engine = model, engine
-        self.run = run if run is not None else model.decoder
-        self.layout = build_layout(model.config, model.plan, model.backends, engine.page_tokens)
-        assert self.layout == model.layout, "the model was built for another page size"
-        self.max_pages = self.layout.global_pages(engine.max_context_tokens)
-        per_request = min(self.layout.window_pages(engine.max_batch_tokens), self.max_pages)
-        self.global_pool = PagePool(1 + engine.max_requests * self.max_pages)
-        self.window_pool = PagePool(1 + engine.max_requests * per_request)
+        if model.layout.page_tokens != engine.page_tokens:
+            raise ValueError(
+                f"the model has pages of {model.layout.page_tokens} tokens, the engine {engine.page_tokens}"
+            )
+        self.scheduler = Scheduler(model.config, engine, model.layout)
+        prefix = self.scheduler.prefix
         self.caches = allocate_caches(
-            self.layout,
-            self.window_pool.num_pages,
-            self.global_pool.num_pages,
+            model.layout,
+            prefix.window_pool.num_pages,
+            prefix.global_pool.num_pages,
             engine.max_requests,
             model.device,
         )
-        self.free_slots = list(range(engine.max_requests - 1, -1, -1))
-        self.running: list[Request] = []
-        self.num_steps = 0
+        self.worker = Worker(model, engine, self.caches, self.scheduler.max_pages, run)
+        self._ids = itertools.count()
+        self._in_flight: deque[AsyncResult] = deque()
+        self._ready: list[Event] = []  # taken in outside `step`, for its next call
 
-    def add(self, tokens: Sequence[int], params: SamplingParams) -> Request:
-        """Admit one request. Raises ValueError for a prompt that cannot run; nothing is changed then."""
-        self._check(tokens, params)
-        if not self.free_slots:
-            raise ValueError(f"{self.engine.max_requests} requests are running already (max_requests)")
-        request = Request(list(tokens), params, slot=self.free_slots.pop())
-        self.running.append(request)
+    # -- requests ------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        image_rows: Sequence[bool] | None = None,
+        embeddings: Tensor | None = None,
+    ) -> Request:
+        """Queue one prompt. `embeddings` [prompt, D] replace those of the positions in `image_rows`.
+
+        Raises ValueError for a prompt that cannot run; nothing is changed then.
+        """
+        params = params if params is not None else SamplingParams()
+        tokens = self._encode(prompt)
+        params.validate_for(self.model.config.vocab_size)
+        request = Request(next(self._ids), tokens, params, num_prompt=len(tokens))
+        if embeddings is not None and image_rows is not None:
+            if len(image_rows) != len(tokens) or embeddings.shape[0] != len(tokens):
+                raise ValueError("image_rows and embeddings must have one entry for every prompt token")
+            request.image_rows, request.embeddings = tuple(image_rows), embeddings
+            request.salt = hashlib.sha256(embeddings.float().cpu().numpy().tobytes()).digest()
+        self.scheduler.add(request)
         return request
 
-    def _check(self, tokens: Sequence[int], params: SamplingParams) -> None:
-        vocab, limit = self.model.config.vocab_size, self.engine.max_context_tokens
-        if not len(tokens):
-            raise ValueError("the prompt is empty: it needs at least one token")
-        wrong = next((token for token in tokens if not 0 <= token < vocab), None)
-        if wrong is not None:
-            raise ValueError(f"token id {wrong} is outside the vocabulary of {vocab} ids")
-        if len(tokens) + params.max_tokens > limit:
-            raise ValueError(
-                f"a prompt of {len(tokens)} tokens and {params.max_tokens} new ones need more than the"
-                f" {limit} tokens of max_context_tokens"
-            )
+    def abort(self, request: Request) -> None:
+        """End a request at any moment. Tokens of it in flight are dropped."""
+        self.scheduler.abort(request)
 
-    def schedule(self) -> list[tuple[Request, int]]:
-        """Decode rows first, then as much of the prompts as the token budget holds."""
-        budget, scheduled = self.engine.max_batch_tokens, []
-        for request in sorted(self.running, key=lambda r: r.num_uncomputed > 1):
-            count = min(request.num_uncomputed, budget)
-            if count:
-                scheduled.append((request, count))
-                budget -= count
-        return scheduled
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._in_flight) or bool(self._ready)
 
-    def step_inputs(
-        self, scheduled: Sequence[tuple[Request, int]], num_rows: int | None = None
-    ) -> StepInputs:
-        """Reserve pages and build the step's inputs."""
-        for request, count in scheduled:
-            request.reserve(
-                count, self.engine.page_tokens, self.layout.window_tokens, self.global_pool, self.window_pool
-            )
-        return build_step(
-            scheduled,
-            self.model.config,
-            self.layout,
-            max_requests=self.engine.max_requests,
-            max_pages=self.max_pages,
-            device=self.model.device,
-            num_rows=num_rows,
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.model.tokenizer is None:
+            raise ValueError(f"{self.model.blueprint.source} has no tokenizer: give token ids")
+        return self.model.tokenizer.encode(prompt)
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """Schedule and launch one step, and take in results: of this step, or, when the engine is
+        asynchronous, of the one before."""
+        if self._wants_masks:
+            self._drain()  # a mask depends on every token so far
+        output = self.scheduler.schedule()
+        if self._wants_masks:
+            self.worker.masks = {
+                request.request_id: request.params.token_mask(request.output)
+                for request in self.scheduler.running
+                if request.params.token_mask is not None
+            }
+        self.worker.execute(output)
+        launched = self.worker.sample()
+        if launched is not None:
+            self._in_flight.append(launched)
+        self._drain(behind=1 if self.engine.asynchronous and launched is not None else 0)
+        events, self._ready = self._ready, []
+        return events
+
+    @property
+    def _wants_masks(self) -> bool:
+        return any(request.params.token_mask is not None for request in self.scheduler.requests)
+
+    def _drain(self, behind: int = 0) -> None:
+        """Take in the results of all steps but the last `behind`."""
+        while len(self._in_flight) > behind:
+            self._ready += self.scheduler.update(self._in_flight.popleft().get())
+
+    # -- whole answers ---------------------------------------------------------------------------------------
+
+    def stream(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[tuple[int, Event]]:
+        """(number of the prompt, event) as tokens come. Requests that are still running when the caller stops
+        iterating are aborted."""
+        requests: dict[Request, int] = {}
+        try:
+            for number, prompt in enumerate(prompts):
+                one = params[number] if isinstance(params, Sequence) else params
+                requests[self.add(prompt, one)] = number
+            while any(request.finish_reason is None for request in requests):
+                for event in self.step():
+                    if event.request in requests:
+                        yield requests[event.request], event
+        finally:
+            for request in requests:
+                self.abort(request)
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """The answers to all prompts, in their order. A request that ends by a fault says so in `error`."""
+        events: list[list[Event]] = [[] for _ in prompts]
+        for number, event in self.stream(prompts, params):
+            events[number].append(event)
+        return [self._completion(own) for own in events]
+
+    def _completion(self, events: list[Event]) -> Completion:
+        request = events[-1].request
+        tokens = tuple(request.output)
+        tokenizer = self.model.tokenizer
+        return Completion(
+            prompt=tuple(request.tokens[: request.num_prompt]),
+            tokens=tokens,
+            text=None if tokenizer is None else tokenizer.decode(list(tokens)),
+            finish_reason=request.finish_reason or "abort",
+            error=request.error,
+            num_cached=request.num_cached,
+            results=tuple(event.result for event in events if event.result.token >= 0),
+            prompt_logprobs=tuple(one for event in events for one in event.result.prompt_logprobs),
         )
 
-    @torch.inference_mode()
-    def step(self) -> list[Request]:
-        """Run one step; returns the requests that got a token or ended by a fault."""
-        scheduled = self.schedule()
-        output = self.run(self.step_inputs(scheduled), self.caches)
-        last = torch.tensor([count for _, count in scheduled]).cumsum(0) - 1
-        logits = self.model.decoder.logits(output.hidden[last.to(output.hidden.device)])
-        faults = self._faults(output, scheduled)
-        self.num_steps += 1
-        touched = []
-        for (request, count), row, fault in zip(scheduled, logits, faults, strict=True):
-            request.num_computed += count
-            if fault >= 0 or bool(row.isnan().any()):
-                where = f"layer {fault}" if fault >= 0 else "the final head"
-                self._finish(request, "error", f"not a finite number in step {self.num_steps}, {where}")
-            elif request.num_uncomputed == 0:
-                self._append(request, sample_row(row, request.params, len(request.tokens)))
-            else:
-                continue
-            touched.append(request)
-        return touched
+    @property
+    def metrics(self) -> Metrics:
+        stats = self.scheduler.prefix.stats
+        return Metrics(
+            steps=self.worker.num_steps,
+            preemptions=self.scheduler.num_preemptions,
+            looked_up_tokens=stats.looked_up_tokens,
+            cached_tokens=stats.hit_tokens,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+        )
 
-    def _faults(self, output: StepOutput, scheduled: Sequence[tuple[Request, int]]) -> list[int]:
-        """The first faulty layer of every scheduled request, -1 without one."""
-        parts = output.fault_layer.split([count for _, count in scheduled])
-        return [min((fault for fault in part.tolist() if fault >= 0), default=-1) for part in parts]
+    # -- moving a request ------------------------------------------------------------------------------------
 
-    def _append(self, request: Request, token: int) -> None:
-        request.tokens.append(token)
-        params = request.params
-        if token == self.model.config.eos_token and not params.ignore_eos:
-            self._finish(request, "stop")
-        elif len(request.output) >= params.max_tokens:
-            self._finish(request, "length")
+    def export_state(self, request: Request) -> Snapshot:
+        """Everything that another engine of the same model needs to go on with a running request
+        (runner/snapshot.py). Raises ValueError for a request that has not started or has ended."""
+        self._drain()
+        return take(request, self.worker, self.engine.page_tokens)
 
-    def _finish(self, request: Request, reason: str, error: str | None = None) -> None:
-        request.finish_reason, request.error = reason, error
-        request.release(self.global_pool, self.window_pool)
-        self.running.remove(request)
-        self.free_slots.append(request.slot)
+    def import_state(self, snapshot: Snapshot) -> Request:
+        """Go on with a request of another engine; nothing is computed again. Raises ValueError for one that
+        does not fit, MemoryError when slots or pages are short; nothing is changed then."""
+        if snapshot.page_tokens != self.engine.page_tokens:
+            raise ValueError(
+                f"the snapshot has pages of {snapshot.page_tokens} tokens, not {self.engine.page_tokens}"
+            )
+        request = Request(
+            next(self._ids),
+            list(snapshot.tokens),
+            snapshot.params,
+            num_prompt=snapshot.num_prompt,
+            open_groups=snapshot.open_groups,
+        )
+        self.scheduler.resume(request, snapshot.num_computed)
+        restore(snapshot, request, self.caches)
+        return request
 
-    def stream(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Iterator[Token]:
-        """Tokens as they come, of at most `max_requests` prompts at once; the others wait for a free slot."""
-        for tokens in prompts:
-            self._check(tokens, params)
-        waiting = list(enumerate(prompts))
-        number: dict[int, int] = {}
-        while waiting or self.running:
-            while waiting and self.free_slots:
-                index, tokens = waiting.pop(0)
-                number[id(self.add(tokens, params))] = index
-            for request in self.step():
-                token = -1 if request.error else request.tokens[-1]
-                yield Token(number[id(request)], token, request.finish_reason, request.error)
+    def close(self) -> None:
+        """End every request and wait for what is in flight."""
+        for request in list(self.scheduler.requests):
+            self.scheduler.abort(request)
+        self._drain()
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
-        """The new tokens of every prompt. Raises RuntimeError when a request ends by a fault."""
-        outputs: list[list[int]] = [[] for _ in prompts]
-        for event in self.stream(prompts, params):
-            if event.error:
-                raise RuntimeError(f"prompt {event.prompt}: {event.error}")
-            outputs[event.prompt].append(event.token)
-        return outputs
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

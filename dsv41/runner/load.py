@@ -21,8 +21,8 @@ from dsv41.model.layout import CacheLayout, build_layout
 from dsv41.model.plan import LayerPlan, build_plan
 from dsv41.model.weights import LoadReport, default_token_map, init_dummy, load_weights
 from dsv41.presets import preset
-from dsv41.runner.inputs import build_step
-from dsv41.runner.request import Request, SamplingParams
+from dsv41.runner.rows import compute_rows
+from dsv41.runner.state import RequestState
 from dsv41.runner.tokenizer import Tokenizer
 
 LOAD_FORMATS = ("auto", "dummy")
@@ -152,39 +152,45 @@ def load(
     return Model(blueprint, decoder, tokenizer, None)
 
 
-def load_by_name(model_or_preset: str, engine: EngineConfig | None = None, **choices: Any) -> Model:
-    """A checkpoint directory or a preset, with the page size and table placement of an engine."""
+def load_by_name(
+    model_or_preset: str,
+    engine: EngineConfig | None = None,
+    *,
+    load_format: str = "auto",
+    **choices: Any,
+) -> Model:
+    """A checkpoint directory or a preset, with the page size, table placement and seed of an engine.
+    `choices` are those of `blueprint`: overrides, numerics, device, backends."""
     engine = engine if engine is not None else EngineConfig()
     source: dict[str, Any] = (
         {"model": model_or_preset} if Path(model_or_preset).is_dir() else {"preset_name": model_or_preset}
     )
-    return load(blueprint(**source, page_tokens=engine.page_tokens, **choices), engine=engine, seed=engine.seed)
+    plan = blueprint(**source, page_tokens=engine.page_tokens, **choices)
+    return load(plan, load_format=load_format, seed=engine.seed, engine=engine)
 
 
 def compiled(
     model_or_preset: str,
     *,
     inner: str = "inductor",
-    load_format: str = "auto",
-    seed: int = 0,
+    engine: EngineConfig | None = None,
     **choices: Any,
 ) -> CompiledModule:
     """The decoder of a checkpoint directory or a preset as one compiled callable.
 
-    `choices` are those of `blueprint`: overrides, numerics, device, backends, page_tokens. The result is
-    called with a step and its caches (`dsv41.Engine` makes both); `.plan`, `.segments`, `.backends` and
-    `.decoder` are readable. Raises what `blueprint` and `load` raise.
+    It is called with a step and its caches; `.plan`, `.segments`, `.backends` and `.decoder` are readable. To
+    run requests through it: `LLM(module.model, engine, run=module)`. `choices` are those of `load_by_name`.
     """
-    model = load_by_name(model_or_preset, engine, load_format=load_format, **choices)
+    model = load_by_name(model_or_preset, engine, **choices)
     return CompiledModule(model.decoder, inner)
 
 
 def trace_blueprint(blueprint: Blueprint) -> tuple[Segment, ...]:
     """The segments of a model's graph, traced on the meta device: no weights, no memory, no compilation."""
-    config, rows = blueprint.config, 2
+    config, layout, rows = blueprint.config, blueprint.layout, 2
     with torch.device("meta"):
-        decoder = Decoder(config, blueprint.plan, blueprint.layout, blueprint.backends)
-    caches = allocate_caches(blueprint.layout, 2, 2, 1, "meta")
-    request = Request([0] * rows, SamplingParams(), slot=0, pages=[1], window_pages=[1])
-    step = build_step([(request, rows)], config, blueprint.layout, max_requests=1, max_pages=1, device="meta")
-    return trace_segments(decoder, step, caches)
+        decoder = Decoder(config, blueprint.plan, layout, blueprint.backends)
+        slots, counts = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+    state = RequestState(max_requests=1, max_tokens=rows, max_pages=1, device="meta")
+    step = compute_rows(state, slots, counts, rows, config, layout)
+    return trace_segments(decoder, step, allocate_caches(layout, 2, 2, 1, "meta"))

@@ -15,20 +15,16 @@ from typing import Any
 import torch
 
 from dsv41.backends import FAMILIES, RECORD_FIELDS, Backends
-from dsv41.config import EngineConfig, ModelConfig
-from dsv41.graphs.module import trace_segments
+from dsv41.config import ModelConfig
 from dsv41.graphs.segments import Segment
 from dsv41.hardware import Hardware
 from dsv41.model.costs import Weights
-from dsv41.model.decoder import Decoder
 from dsv41.model.layout import CacheLayout
 from dsv41.model.plan import LayerPlan
 from dsv41.ops.library import implementation
 from dsv41.runner.bench import Bench
 from dsv41.runner.check import NOT_SHOWN, Receipt
-from dsv41.runner.engine import Engine
-from dsv41.runner.load import Blueprint, Model
-from dsv41.runner.request import SamplingParams
+from dsv41.runner.load import Blueprint
 
 UNUSED_PARTS = ("draft", "vision")  # of the checkpoint: checked by the loader, not read by this engine
 
@@ -185,17 +181,6 @@ def environment_lines(hardware: Hardware) -> list[str]:
     kind = f"sm_{hardware.sm}" if hardware.sm else f"{torch.get_num_threads()} threads"
     rows += [("device", f"{hardware.device}: {hardware.name}, {kind}, {size(device_memory(hardware))}")]
     return ["environment", *_indent(table(rows, left=2))]
-
-
-def meta_segments(blueprint: Blueprint) -> tuple[Segment, ...]:
-    """Trace the whole decoder on the meta device: no weights, no memory."""
-    meta = replace(blueprint, hardware=replace(blueprint.hardware, device="meta"))
-    with torch.device("meta"):
-        decoder = Decoder(meta.config, meta.plan, meta.layout, meta.backends).eval()
-    capacity = EngineConfig(max_requests=2, max_context_tokens=min(256, meta.config.max_tokens))
-    engine = Engine(Model(meta, decoder, None, None), capacity)
-    request = engine.add([0] * 16, SamplingParams(max_tokens=1))
-    return trace_segments(decoder, engine.step_inputs([(request, 16)]), engine.caches)
 
 
 def segment_lines(segments: Sequence[Segment]) -> list[str]:

@@ -8,8 +8,9 @@ from math import inf
 
 from torch import Tensor
 
-from dsv41.model.layout import NULL_PAGE
-from dsv41.runner.pages import PagePool
+from dsv41.runner.block_table import RequestPages
+
+WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 
 
 @dataclass(frozen=True)
@@ -110,66 +111,40 @@ class SamplingParams:
 
 @dataclass(eq=False)
 class Request:
-    """`tokens` holds the prompt and what was sampled. `slot` keeps the open groups, `pages` the global states
-    (page i covers tokens i*page_tokens ...), `window_pages` the window (entries below the window are the null
-    page).
+    """One request on the host. `tokens` are known; `num_pending` more were sampled in steps still in flight.
 
-    `image_rows` marks prompt positions that belong to an image; `embeddings [prompt, D]` replaces theirs.
-    """
+    `num_computed` counts tokens that executed steps compute. `salt` keeps apart what equal token ids do not
+    tell, such as images."""
 
+    request_id: int
     tokens: list[int]
     params: SamplingParams
-    slot: int = -1
-    num_computed: int = 0
-    num_prompt: int = 0
-    pages: list[int] = field(default_factory=list)
-    window_pages: list[int] = field(default_factory=list)
-    image_rows: list[bool] | None = None
+    num_prompt: int
+    salt: bytes = b""
+    image_rows: tuple[bool, ...] | None = None
     embeddings: Tensor | None = None
+    open_groups: dict[int, Tensor] | None = None  # brought along by an imported request
+    status: str = WAITING
+    num_pending: int = 0
+    num_computed: int = 0
+    num_cached: int = 0  # prompt tokens taken from the prefix cache at the last admission
+    num_preemptions: int = 0
+    pages: RequestPages | None = None
+    keys: list[bytes] = field(default_factory=list)
+    sent_pages: tuple[int, int] | None = None  # entries of both tables that the worker holds
     finish_reason: str | None = None
     error: str | None = None
 
-    def __post_init__(self) -> None:
-        self.num_prompt = len(self.tokens)
+    @property
+    def length(self) -> int:
+        return len(self.tokens) + self.num_pending
 
     @property
-    def num_uncomputed(self) -> int:
-        return len(self.tokens) - self.num_computed
+    def num_remaining(self) -> int:
+        """Tokens that no executed step computes yet; 0 also when the last token of the answer is in flight."""
+        done = self.length - self.num_prompt >= self.params.max_tokens
+        return 0 if done else self.length - self.num_computed
 
     @property
     def output(self) -> list[int]:
         return self.tokens[self.num_prompt :]
-
-    def reserve(
-        self,
-        num_tokens: int,
-        page_tokens: int,
-        window_tokens: int,
-        global_pool: PagePool,
-        window_pool: PagePool,
-    ) -> None:
-        """Pages for the next `num_tokens` tokens; window pages wholly below the next window are given back
-        first.
-
-        Raises MemoryError when a pool runs out, with every page still owned by this request.
-        """
-        first_kept = max(0, self.num_computed - window_tokens + 1) // page_tokens
-        for number in range(min(first_kept, len(self.window_pages))):
-            if self.window_pages[number] != NULL_PAGE:
-                window_pool.release(self.window_pages[number])
-                self.window_pages[number] = NULL_PAGE
-        needed = -(-(self.num_computed + num_tokens) // page_tokens)
-        while len(self.pages) < needed:
-            self.pages.append(global_pool.allocate())
-        while len(self.window_pages) < needed:
-            skipped = len(self.window_pages) < first_kept
-            self.window_pages.append(NULL_PAGE if skipped else window_pool.allocate())
-
-    def release(self, global_pool: PagePool, window_pool: PagePool) -> None:
-        """Give every page back."""
-        for page in self.pages:
-            global_pool.release(page)
-        for page in self.window_pages:
-            if page != NULL_PAGE:
-                window_pool.release(page)
-        self.pages, self.window_pages = [], []

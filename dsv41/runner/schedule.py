@@ -35,7 +35,9 @@ class NewRequest:
     replay_start: int = 0
     image_rows: tuple[bool, ...] | None = None
     embeddings: Tensor | None = None  # [num_prompt, D], read on image rows
-    open_groups: dict[int, Tensor] | None = None  # by KV source: the request's open rows, from an earlier engine
+    open_groups: dict[int, Tensor] | None = (
+        None  # by KV source: the request's open rows, from an earlier engine
+    )
 
 
 @dataclass(frozen=True)

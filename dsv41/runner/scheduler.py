@@ -9,65 +9,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-
-from torch import Tensor
+from dataclasses import dataclass
+from typing import cast
 
 from dsv41.config import EngineConfig, ModelConfig
 from dsv41.model.layout import CacheLayout
 from dsv41.runner.block_table import RequestPages, admit
 from dsv41.runner.pages import PagePool
-from dsv41.runner.prefix import PrefixCache, extend_keys
-from dsv41.runner.request import SamplingParams
+from dsv41.runner.prefix import Mode, PrefixCache, extend_keys
+from dsv41.runner.request import FINISHED, RUNNING, WAITING, Request
 from dsv41.runner.schedule import NewRequest, RunningRequest, SchedulerOutput, TokenResult
-
-WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
-
-
-@dataclass(eq=False)
-class Request:
-    """One request on the host. `tokens` are known; `num_pending` more were sampled in steps still in flight.
-
-    `num_computed` counts tokens that executed steps compute. `salt` keeps apart what equal token ids do not
-    tell, such as images."""
-
-    request_id: int
-    tokens: list[int]
-    params: SamplingParams
-    num_prompt: int
-    salt: bytes = b""
-    image_rows: tuple[bool, ...] | None = None
-    embeddings: Tensor | None = None
-    open_groups: dict[int, Tensor] | None = None  # brought along by an imported request
-    status: str = WAITING
-    num_pending: int = 0
-    num_computed: int = 0
-    num_cached: int = 0  # prompt tokens taken from the prefix cache at the last admission
-    num_preemptions: int = 0
-    pages: RequestPages | None = None
-    keys: list[bytes] = field(default_factory=list)
-    sent_pages: tuple[int, int] | None = None  # entries of both tables that the worker holds
-    finish_reason: str | None = None
-    error: str | None = None
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens) + self.num_pending
-
-    @property
-    def num_remaining(self) -> int:
-        """Tokens that no executed step computes yet; 0 also when the last token of the answer is in flight."""
-        done = self.length - self.num_prompt >= self.params.max_tokens
-        return 0 if done else self.length - self.num_computed
-
-    @property
-    def output(self) -> list[int]:
-        return self.tokens[self.num_prompt :]
 
 
 @dataclass(frozen=True)
 class Event:
-    """What a step brought for a request. `finish_reason` is set on its last event: "stop", "length" or "error"."""
+    """What a step brought for a request. `finish_reason` is set on its last event: "stop", "length" or
+    "error"."""
 
     request: Request
     result: TokenResult
@@ -89,7 +46,7 @@ class Scheduler:
             PagePool(1 + window_pages),
             engine.page_tokens,
             config.window_tokens,
-            engine.prefix_mode,
+            cast(Mode, engine.prefix_mode),  # checked by the config
         )
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -120,8 +77,8 @@ class Scheduler:
             raise ValueError(f"token id {wrong} is outside the vocabulary of {self.config.vocab_size} ids")
         if needed > limit:
             raise ValueError(
-                f"a prompt of {request.num_prompt} tokens and {request.params.max_tokens} new ones need more than the"
-                f" {limit} tokens of max_context_tokens"
+                f"a prompt of {request.num_prompt} tokens and {request.params.max_tokens} new ones need more"
+                f" than the {limit} tokens of max_context_tokens"
             )
         pages = -(-needed // self.engine.page_tokens)
         window_pages = min(pages, self._window_alone)
@@ -134,8 +91,8 @@ class Scheduler:
         self._alive[request.request_id] = request
 
     def resume(self, request: Request, num_computed: int) -> None:
-        """Run a request whose state the caller writes into the pages that this reserves. Raises ValueError for one that
-        could never run, MemoryError when slots or pages are short; nothing is changed then."""
+        """Run a request whose state the caller writes into the pages that this reserves. Raises ValueError
+        for one that could never run, MemoryError when slots or pages are short; nothing is changed then."""
         self.add(request)
         self.waiting.pop()
         pages = RequestPages(self.prefix)
@@ -161,7 +118,9 @@ class Scheduler:
         budget = self.engine.max_batch_tokens
         scheduled: dict[Request, int] = {}
         preempted = self.num_preemptions
-        for request in sorted(self.running, key=lambda r: r.num_remaining > 1):  # stable: by arrival within each
+        for request in sorted(
+            self.running, key=lambda r: r.num_remaining > 1
+        ):  # stable: by arrival within each
             count = min(request.num_remaining, budget)
             if count and request.status == RUNNING and self._reserve(request, count, scheduled):
                 scheduled[request] = count
@@ -206,7 +165,9 @@ class Scheduler:
         counts: tuple[dict[int, int], dict[int, int]] = ({}, {})
         for request in self.running:
             assert request.pages is not None, "a running request holds no pages"
-            for pages, count in zip((request.pages.global_pages, request.pages.window_pages), counts, strict=True):
+            for pages, count in zip(
+                (request.pages.global_pages, request.pages.window_pages), counts, strict=True
+            ):
                 for page in filter(None, pages):
                     count[page] = count.get(page, 0) + 1
         self.prefix.global_pool.check_integrity(counts[0])
@@ -280,7 +241,8 @@ class Scheduler:
 
     def _running(self, request: Request) -> RunningRequest:
         pages, sent = request.pages, request.sent_pages
-        assert pages is not None and sent is not None
+        assert pages is not None
+        assert sent is not None
         request.sent_pages = (len(pages.global_pages), len(pages.window_pages))
         return RunningRequest(
             request.request_id, tuple(pages.global_pages[sent[0] :]), tuple(pages.window_pages[sent[1] :])

@@ -1,7 +1,7 @@
 """A running request's state, whole: for prefill here and decode there.
 
-Its states and index keys, the window that its next row reads, the open group, and the counters. Pages travel as they
-are, so both engines must have the same model, records and page size.
+Its states and index keys, the window that its next row reads, the open group, and the counters. Pages travel
+as they are, so both engines must have the same model, records and page size.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from torch import Tensor
 
 from dsv41.model.caches import KVCaches
 from dsv41.model.layout import NULL_PAGE
-from dsv41.runner.request import SamplingParams
-from dsv41.runner.scheduler import Request
+from dsv41.runner.request import Request, SamplingParams
 from dsv41.runner.worker import Worker
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """`states` and `index_k` by KV source, `window` by layer: the request's pages in order, on the CPU. Of the window
-    only the pages that rows from `num_computed` on can read are there, the last ones."""
+    """`states` and `index_k` by KV source, `window` by layer: the request's pages in order, on the CPU. Of
+    the window only the pages that rows from `num_computed` on can read are there, the last ones."""
 
     tokens: tuple[int, ...]
     num_prompt: int

@@ -134,7 +134,8 @@ class Worker:
             slot.num_computed += count
 
     def open_rows(self, request_id: int, layer: int) -> Tensor:
-        """The open-group rows of a request at a ratio-2 KV source, a view of the cache: float32 [OPEN_ROWS, 2d]"""
+        """The open-group rows of a request at a ratio-2 KV source, a view of the cache: float32 [OPEN_ROWS,
+        2d]"""
         first = self._held(request_id).index * OPEN_ROWS
         return self.caches.open_groups[layer][first : first + OPEN_ROWS]
 
@@ -207,7 +208,7 @@ class Worker:
         arrays = changes.arrays() | {
             "slots": np.array([slot.index for slot in batch.slots]),
             "step_counts": batch.counts,
-            "tail_rows": batch.tail_rows if batch.is_trimmed else np.empty(0, dtype=np.int64),
+            "tail_rows": batch.tail_rows if batch.has_tail else np.empty(0, dtype=np.int64),
             "sample_rows": batch.sample_rows,
             "sample_slots": np.array([slot.index for slot in sampled], dtype=np.int64),
             "sample_counts": batch.counts[list(batch.sampled)],
@@ -222,7 +223,7 @@ class Worker:
         slots, counts = staged["slots"].long(), staged["step_counts"].long()
         step = compute_rows(self.state, slots, counts, batch.num_rows, config, layout)
         step = self._with_images(batch, step)
-        if not batch.is_trimmed:
+        if not batch.has_tail:
             return step
         rows = staged["tail_rows"].long()
         first = select_rows(step, rows)

@@ -77,6 +77,15 @@ class PoolTraffic(RuleBasedStateMachine):
             self.keys[letter] = page
             self.meant[letter] = self.content[page]
 
+    @precondition(lambda self: self.held or self.keys)
+    @rule(choice=PAGES)
+    def forget(self, choice: int) -> None:
+        pages = sorted({*self.held, *self.keys.values()})
+        page = pages[choice % len(pages)]
+        self.pool.forget(page)
+        self.keys = {key: other for key, other in self.keys.items() if other != page}
+        self.evictable = [other for other in self.evictable if other != page]
+
     @invariant()
     def agrees(self) -> None:
         self.pool.check_integrity(self.held)

@@ -245,3 +245,18 @@ def test_abort_in_mid_prefill_500_times(mode: Mode) -> None:
         world.stop(0)
         assert (world.cache.global_pool.num_free, world.cache.window_pool.num_free) == (40, 40)
     world.drain()
+
+
+def test_the_cost_of_a_step_does_not_grow_with_the_context() -> None:
+    """Only new pages are offered, and window entries that were dropped are not looked at again."""
+    world = World(make_cache("exact"))
+    world.start([0] * 40, 40)
+    world.advance(0, 40)
+    world.stop(0)
+    pages = world.start([0] * 60, 20)
+    assert (pages.hit.length, pages.num_committed) == (40, 10)
+    for end in (44, 48, 52):
+        world.advance(0, 4)
+        assert pages.num_committed == end // 4
+        assert pages.num_dropped == (end - 4 - 6 + 1) // 4
+    world.drain()

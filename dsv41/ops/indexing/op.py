@@ -1,18 +1,18 @@
 """The sparse indexer: score the compressed states of a row's request and keep the best.
 
-    index_query       rotate and quantise the index queries, scale the head weights
-    index_scores      score_j = sum_h w_h relu(<q_h, key_j>)     for j < num_states, -inf beyond
-    top_k             the k best visible states of every row, ascending; equal scores keep the smaller index
-    candidate_blocks  the blocks of `block_states` states with the best maximum, always with the newest
-                      visible block, ascending; later index sources look only inside
-    select            all of it from the paged key cache, in a bounded workspace: what the model calls
+index_query rotate and quantise the index queries, scale the head weights index_scores score_j = sum_h w_h
+relu(<q_h, key_j>) for j < num_states, -inf beyond top_k the k best visible states of every row, ascending;
+equal scores keep the smaller index candidate_blocks the blocks of `block_states` states with the best
+maximum, always with the newest visible block, ascending; later index sources look only inside select all of
+it from the paged key cache, in a bounded workspace: what the model calls
 
 T token rows, B requests, P pages of a request, Hi index heads, hi index dimension, S states, k selected
 states, C candidate blocks. A row sees the first `num_states [T]` states of request `row_request [T]` (-1: a
 padding row, which sees none); `page_table [B, P]` maps page p of a request to its page of the cache. Index
 lists are int32 in state units, -1 padded at the end. A NaN score never becomes an index: `select` reports
-rows with one among the states they may choose in `faulty [T]` bool. `select` also returns the selection as cache slots (page * page_states +
-offset), which every layer that shares the selection reads (spec/model.md 3.7, 3.8).
+rows with one among the states they may choose in `faulty [T]` bool. `select` also returns the selection as
+cache slots (page * page_states + offset), which every layer that shares the selection reads (spec/model.md
+3.7, 3.8).
 """
 
 from __future__ import annotations
