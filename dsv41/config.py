@@ -256,9 +256,7 @@ class EngineConfig:
     max_requests: int = 16  # running at once
     max_context_tokens: int = 4096  # prompt and answer of one request
     engram_tables: str = "device"  # where the tables live: one of ENGRAM_TABLES
-    global_pages: int = (
-        0  # pool of states and index keys; 0: enough for max_requests full contexts
-    )
+    global_pages: int = 0  # pool of states and index keys; 0: enough for max_requests full contexts
     window_pages: int = 0  # pool of window rows; 0: enough for max_requests
     prefix_mode: str = "off"  # prefix reuse: one of PREFIX_MODES (runner/prefix.py says what each promises)
     decoder_replay: bool = False  # behind the last KV source, compute only the last window of every prompt

@@ -93,13 +93,17 @@ def admit(cache: PrefixCache, keys: Sequence[bytes], num_tokens: int, max_step_t
     """Start a request of `num_tokens` tokens: take over what the cache has of it, and reserve its first
     step of at most `max_step_tokens` rows from `hit.num_computed` on.
 
-    Raises MemoryError when a pool has too few pages; nothing is changed then.
+    Raises MemoryError when a pool has too few pages for that step, or the global pool for all the tokens;
+    nothing is changed then.
     """
     match = cache.lookup(keys, num_tokens)
     hit, num_shared = match.hit, len(match.pages)
     pages = RequestPages(cache, hit, list(match.pages), list(match.window_pages), num_committed=num_shared)
+    num_rows = num_tokens - hit.num_computed
     try:
-        pages.reserve(hit.num_computed, min(max_step_tokens, num_tokens - hit.num_computed))
+        missing = pages.missing(hit.num_computed, num_rows)  # window pages of later steps come back by then
+        _check("global", missing.global_pages, cache.global_pool.num_free)
+        pages.reserve(hit.num_computed, min(max_step_tokens, num_rows))
     except MemoryError:
         cache.undo(match)
         raise

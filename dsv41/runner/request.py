@@ -127,6 +127,7 @@ class Request:
     status: str = WAITING
     num_pending: int = 0
     num_computed: int = 0
+    num_confirmed: int = 0  # of these, in steps whose results are known
     num_cached: int = 0  # prompt tokens taken from the prefix cache at the last admission
     num_preemptions: int = 0
     pages: RequestPages | None = None

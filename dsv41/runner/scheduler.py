@@ -38,9 +38,12 @@ class Scheduler:
     def __init__(self, config: ModelConfig, engine: EngineConfig, layout: CacheLayout) -> None:
         self.config, self.engine = config, engine
         self.max_pages = layout.global_pages(engine.max_context_tokens)
-        per_request = min(layout.window_pages(engine.max_batch_tokens), self.max_pages)
+        rows = engine.max_batch_tokens * (
+            2 if engine.asynchronous else 1
+        )  # a window waits for its step's result
+        self._window_alone = min(layout.window_pages(rows), self.max_pages)
         global_pages = engine.global_pages or engine.max_requests * self.max_pages
-        window_pages = engine.window_pages or engine.max_requests * per_request
+        window_pages = engine.window_pages or engine.max_requests * self._window_alone
         self.prefix = PrefixCache(
             PagePool(1 + global_pages),
             PagePool(1 + window_pages),
@@ -52,9 +55,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self._alive: dict[int, Request] = {}
+        self._in_flight: deque[list[tuple[Request, int, int]]] = deque()  # request, rows, its preemptions
         self._dropped: dict[str, list[int]] = {"finished": [], "preempted": []}
-        self._largest_chunk = min(engine.max_batch_tokens, engine.max_context_tokens)
-        self._window_alone = min(layout.window_pages(self._largest_chunk), self.max_pages)
 
     @property
     def has_work(self) -> bool:
@@ -103,7 +105,9 @@ class Scheduler:
         except MemoryError:
             del self._alive[request.request_id]
             raise
-        request.pages, request.num_computed, request.status = pages, num_computed, RUNNING
+        pages.num_committed = num_computed // self.engine.page_tokens  # imported pages are not shared
+        request.pages, request.status = pages, RUNNING
+        request.num_computed = request.num_confirmed = num_computed
         self.running.append(request)
 
     def abort(self, request: Request) -> None:
@@ -113,8 +117,6 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """The next step. It may be empty of tokens while results in flight decide what comes next."""
-        for request in self.running:
-            self._commit(request)  # what executed steps have filled; before any window page is given back
         budget = self.engine.max_batch_tokens
         scheduled: dict[Request, int] = {}
         preempted = self.num_preemptions
@@ -140,25 +142,26 @@ class Scheduler:
         for request, count in scheduled.items():
             request.num_computed += count
             request.num_pending += request.num_computed == request.length
+        if scheduled:
+            self._in_flight.append([(r, count, r.num_preemptions) for r, count in scheduled.items()])
         return output
 
     def update(self, results: list[TokenResult]) -> list[Event]:
-        """Take in a step's results, in order; returns those of requests that had not ended meanwhile."""
-        events = []
-        for result in results:
-            request = self._alive.get(result.request_id)
-            if request is None:
-                continue
+        """Take in the results of the oldest step in flight; returns those of requests that had not ended
+        meanwhile. Every scheduled step with tokens has its `update`, also without results."""
+        alive = [(self._alive[r.request_id], r) for r in results if r.request_id in self._alive]
+        for request, result in alive:
             if result.error is not None:
                 self._forget(request)
                 self._finish(request, "error", result.error)
             elif result.token >= 0:
                 request.num_pending -= 1
                 request.tokens.append(result.token)
-                self._commit(request)
+        self._confirm()
+        for request, result in alive:
+            if result.token >= 0:
                 self._check_end(request, result.token)
-            events.append(Event(request, result, request.finish_reason))
-        return events
+        return [Event(request, result, request.finish_reason) for request, result in alive]
 
     def check_integrity(self) -> None:
         """Every page is accounted for by exactly the requests that hold it."""
@@ -178,7 +181,8 @@ class Scheduler:
         assert request.pages is not None
         while True:
             try:
-                request.pages.reserve(request.num_computed, count)
+                in_flight = request.num_computed - request.num_confirmed
+                request.pages.reserve(request.num_confirmed, in_flight + count)
             except MemoryError:
                 victim = max(self.running, key=lambda r: r.request_id)
                 scheduled.pop(victim, None)
@@ -190,7 +194,8 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._release(request)
-        request.status, request.num_computed, request.sent_pages = WAITING, 0, None
+        request.status, request.sent_pages = WAITING, None
+        request.num_computed = request.num_confirmed = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._dropped["preempted"].append(request.request_id)
@@ -208,12 +213,9 @@ class Scheduler:
             pages = admit(self.prefix, request.keys, len(request.tokens), budget)
         except MemoryError:
             return None
-        later = len(request.tokens) - pages.hit.num_computed
-        if pages.missing(pages.hit.num_computed, later).global_pages > self.prefix.global_pool.num_free:
-            pages.release()  # it would be preempted before its first token
-            return None
         self.waiting.popleft()
-        request.pages, request.num_computed = pages, pages.hit.num_computed
+        request.pages = pages
+        request.num_computed = request.num_confirmed = pages.hit.num_computed
         request.num_cached = pages.hit.length
         request.status = RUNNING
         self.running.append(request)
@@ -248,12 +250,14 @@ class Scheduler:
             request.request_id, tuple(pages.global_pages[sent[0] :]), tuple(pages.window_pages[sent[1] :])
         )
 
-    def _commit(self, request: Request) -> None:
-        """Offer full pages whose tokens are known and computed."""
-        if request.pages is None:
-            return
-        extend_keys(request.keys, request.tokens, self.engine.page_tokens, request.salt)
-        request.pages.commit(request.keys, min(request.num_computed, len(request.tokens)))
+    def _confirm(self) -> None:
+        """The oldest step in flight computed its rows without fault: offer the pages that they filled."""
+        for request, count, preemptions in self._in_flight.popleft():
+            if request.pages is None or request.num_preemptions != preemptions:
+                continue
+            request.num_confirmed += count
+            extend_keys(request.keys, request.tokens, self.engine.page_tokens, request.salt)
+            request.pages.commit(request.keys, request.num_confirmed)
 
     def _forget(self, request: Request) -> None:
         """No later request may take over the pages of a faulty one."""
