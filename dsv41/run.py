@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 import time
 import traceback
@@ -17,23 +16,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 # Before torch loads OpenMP: threads that spin between small ops run ten times slower beside other work.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-from dsv41.config import EngineConfig, ModelConfig, Numerics
+from dsv41.arguments import parser
+from dsv41.config import EngineConfig, ModelConfig
+from dsv41.graphs.module import CompiledModule
 from dsv41.hardware import detect
 from dsv41.model.checkpoint import CheckpointError
 from dsv41.model.costs import weights_by_part
-from dsv41.presets import PRESETS
 from dsv41.runner import check, report
 from dsv41.runner.bench import Bench, ParityError, Workload, find_scenario, load_scenario
 from dsv41.runner.engine import LLM
-from dsv41.runner.load import LOAD_FORMATS, Blueprint, Model, blueprint, load, trace_blueprint
+from dsv41.runner.load import Blueprint, Model, blueprint, load, trace_blueprint
 from dsv41.runner.request import SamplingParams
+from dsv41.runner.throughput import jobs_of, random_jobs, read_workload, throughput
+from dsv41.runner.worker import Run
 
 SLOW_SECONDS = 2.0  # between two progress lines
 CONTEXTS = (4096, 131072, 1048576)
@@ -68,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded
     try:
-        args = _parser().parse_args(argv or ["bench"])
+        args = parser(bench, generate, run_check, inspect).parse_args(argv or ["bench"])
         with _output(args.output) as args.lines:
             args.command(args)
         sys.stdout.flush()
@@ -115,6 +117,8 @@ def _output(path: str | None) -> Iterator[TextIO | None]:
 
 
 def bench(args: argparse.Namespace) -> None:
+    if args.what == "throughput":
+        return _throughput(args)
     workload = _workload(args)
     model = _load(args, _blueprint(args))
     run = Bench(model, workload, args.seed, args.say)
@@ -126,6 +130,39 @@ def bench(args: argparse.Namespace) -> None:
         rows.append({key: value for key, value in row.items() if key not in run.setting()})
         rows[-1]["milliseconds"] = {k: v for k, v in row["milliseconds"].items() if k != "samples"}
     print(json.dumps({"bench": model.blueprint.source, **run.setting(), "rows": rows}))
+
+
+def _throughput(args: argparse.Namespace) -> None:
+    refused = next(
+        (name for name in (*BENCH_LISTS[:-1], "scenario") if getattr(args, name) is not None), None
+    )
+    if refused is not None:
+        raise ValueError(f"bench throughput takes no --{refused.replace('_', '-')}")
+    plan = _blueprint(args)
+    entries = read_workload(Path(args.workload)) if args.workload else None
+    model = _load(args, plan)
+    jobs = jobs_of(entries, model) if entries is not None else random_jobs(model, args.requests, args.seed)
+    context = max(len(job.prompt) + job.params.max_tokens for job in jobs)
+    llm = LLM(model, _engine_config(args, context), run=_run_of(args, model))
+    args.say(f"replaying {len(jobs)} requests")
+    row = throughput(llm, jobs)
+    _print(report.throughput_lines(row))
+    _write(args, row)
+    print(json.dumps(row))
+
+
+def _run_of(args: argparse.Namespace, model: Model) -> Run:
+    modes = args.mode or ("eager",)
+    if len(modes) > 1 or modes[0] not in ("eager", "compile"):
+        raise ValueError("bench throughput takes one --mode, eager or compile")
+    return CompiledModule(model.decoder) if modes[0] == "compile" else model.decoder
+
+
+def _engine_config(args: argparse.Namespace, context: int) -> EngineConfig:
+    given = {name: getattr(args, name) for name in ("max_requests", "max_batch_tokens", "prefix_mode")}
+    given = {name: value for name, value in given.items() if value is not None}
+    given |= {"decoder_replay": args.decoder_replay, "asynchronous": args.asynchronous}
+    return EngineConfig(**{"max_context_tokens": context, "seed": args.seed} | given)
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -144,13 +181,7 @@ def generate(args: argparse.Namespace) -> None:
             raise ValueError("the prompt is empty: it needs at least one token")
         prompt = model.tokenizer.encode(args.prompt)
         _check_prompt(prompt, params, plan.config)
-    context = len(prompt) + params.max_tokens
-    engine = LLM(
-        model,
-        EngineConfig(
-            max_batch_tokens=min(context, 2048), max_requests=1, max_context_tokens=context, seed=args.seed
-        ),
-    )
+    engine = LLM(model, _engine_config(args, len(prompt) + params.max_tokens))
     tokens, reason = _stream(engine, prompt, params, as_text=args.prompt is not None)
     text = model.tokenizer.decode(tokens) if model.tokenizer else None
     _write(args, {"prompt_ids": prompt, "tokens": tokens, "text": text, "finish_reason": reason})
@@ -297,98 +328,6 @@ def _workload(args: argparse.Namespace) -> Workload:
         raise DeviceError("--mode graph: CUDA graphs need a GPU and come with the captured step")
     given |= {name: getattr(args, name) for name in ("repeat", "warmup") if getattr(args, name) is not None}
     return replace(workload, **given)
-
-
-# -- arguments ---------------------------------------------------------------------------------------------
-
-
-class _Parser(argparse.ArgumentParser):
-    """One line per mistake, and no exit of its own."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (see {self.prog} --help)")
-
-
-def _count(text: str) -> int:
-    """A natural number; 4k is 4096, 1M is 1048576."""
-    match = re.fullmatch(r"(\d{1,15})([kM]?)", text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number such as 64, 4k or 1M")
-    return int(match[1]) * {"": 1, "k": 1 << 10, "M": 1 << 20}[match[2]]
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(_count(item) for item in text.split(","))
-
-
-def _ids(text: str) -> list[int]:
-    if not text.strip():
-        return []
-    if re.fullmatch(r"\s*-?\d{1,18}\s*(,\s*-?\d{1,18}\s*)*", text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3")
-    return [int(item) for item in text.split(",")]
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(item.strip() for item in text.split(","))
-
-
-def _device(text: str) -> str:
-    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of auto, cpu, cuda, cuda:N")
-    return text
-
-
-def _shared() -> _Parser:
-    shared = _Parser(add_help=False)
-    shared.add_argument("--model", metavar="DIR_OR_ID", help="a checkpoint directory; nothing is downloaded")
-    shared.add_argument(
-        "--preset", metavar="NAME", help=f"{', '.join(PRESETS)} (default tiny), with stand-in weights"
-    )
-    shared.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the config")
-    shared.add_argument("--load-format", choices=LOAD_FORMATS, default="auto")
-    shared.add_argument("--seed", type=_count, default=0)
-    shared.add_argument("--device", type=_device, default="auto", help="auto, cpu, cuda or cuda:N")
-    shared.add_argument("--numerics", choices=[choice.value for choice in Numerics])
-    shared.add_argument("--backends", metavar="SPEC", help="PRESET, FAMILY=IMPL,... or both")
-    shared.add_argument("--output", metavar="FILE.jsonl", help="one JSON object a line")
-    shared.add_argument("--quiet", action="store_true", help="results and errors only")
-    shared.add_argument("--debug", action="store_true", help="show tracebacks")
-    return shared
-
-
-def _parser() -> _Parser:
-    parser = _Parser(prog="python -m dsv41.run", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="{bench,generate,check,inspect}")
-    shared = _shared()
-
-    sub = commands.add_parser("bench", parents=[shared], help="measure prefill and decode")
-    sub.set_defaults(command=bench)
-    for flag in ("--batch", "--prompt-len", "--gen-len", "--depth"):
-        sub.add_argument(flag, type=_counts, metavar="N,...")
-    sub.add_argument("--mode", type=_names, metavar="MODE,...", help="eager, compile")
-    sub.add_argument("--repeat", type=_count)
-    sub.add_argument("--warmup", type=_count)
-    sub.add_argument("--scenario", metavar="NAME", help="a file of profiles/scenarios instead of lists")
-
-    sub = commands.add_parser("generate", parents=[shared], help="continue a prompt")
-    sub.set_defaults(command=generate)
-    prompt = sub.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT")
-    prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3")
-    sub.add_argument("--max-tokens", type=_count, default=16)
-    sub.add_argument("--temperature", type=float, default=0.0)
-    sub.add_argument("--top-p", type=float, default=1.0)
-    sub.add_argument("--ignore-eos", action="store_true")
-
-    sub = commands.add_parser("check", parents=[shared], help="compare with the release, and with itself")
-    sub.set_defaults(command=run_check)
-
-    sub = commands.add_parser("inspect", parents=[shared], help="what would run; needs no weights and no GPU")
-    sub.set_defaults(command=inspect)
-    sub.add_argument("--context", type=_counts, metavar="N,...", help="tokens, for the cache sizes")
-    sub.add_argument("--no-segments", action="store_true", help="do not trace the graph")
-    return parser
 
 
 if __name__ == "__main__":

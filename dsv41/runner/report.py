@@ -279,3 +279,22 @@ def bench_line(row: Mapping[str, Any]) -> str:
         f"{row['fraction_of_roof']:.2%}",
         f"{row['parity']['worst_row']:.1e}",
     )
+
+
+def throughput_lines(row: Mapping[str, Any]) -> list[str]:
+    metrics, per_second = row["metrics"], row["tokens_per_second"]
+    cells = [
+        (
+            "requests",
+            f"{row['requests']}: {row['prompt_tokens']} prompt, {row['output_tokens']} new tokens",
+        ),
+        ("time", f"{row['seconds']:.2f} s in {metrics['steps']} steps, {metrics['preemptions']} preemptions"),
+        (
+            "throughput",
+            f"{per_second:.0f} tok/s, {row['output_tokens_per_second']:.0f} of them new",
+        ),
+        ("first token", f"median {row['median_seconds_to_first_token']:.2f} s"),
+        ("prefix cache", f"{metrics['cached_tokens']} of {metrics['looked_up_tokens']} tokens found"),
+        ("note", row["note"]),
+    ]
+    return [f"throughput of {row['throughput']} on {row['device']}", *_indent(table(cells, left=2))]

@@ -142,7 +142,7 @@ class Request:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that no executed step computes yet; 0 also when the last token of the answer is in flight."""
+        """Tokens that no executed step computes yet; 0 when the last token of the answer is in flight."""
         done = self.length - self.num_prompt >= self.params.max_tokens
         return 0 if done else self.length - self.num_computed
 

@@ -18,7 +18,7 @@ from dsv41.runner.state import IMAGE_BIT, RequestState
 
 
 def _slots(table: Tensor, request: Tensor, index: Tensor, page_states: int) -> Tensor:
-    """Slots of states `index` of requests `request`, by a page table int32 [R, P]. int64, of index's shape."""
+    """int64 slots of states `index` of request slots `request`, by a page table int32 [R, P]."""
     return table[request, index // page_states].long() * page_states + index % page_states
 
 

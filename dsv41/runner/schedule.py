@@ -53,7 +53,7 @@ class RunningRequest:
 
 @dataclass(frozen=True)
 class SchedulerOutput:
-    """One step. Every id in `num_tokens` is new or running; `finished` and `preempted` ids are dropped first."""
+    """One step. Every id in `num_tokens` is new or running; `finished` and `preempted` are dropped first."""
 
     new: tuple[NewRequest, ...] = ()
     running: tuple[RunningRequest, ...] = ()

@@ -7,7 +7,7 @@ oldest request can always go on, because `add` refuses what could not run alone:
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
@@ -165,19 +165,17 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Every page is accounted for by exactly the requests that hold it."""
-        counts: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        pools = self.prefix.global_pool, self.prefix.window_pool
+        held: tuple[Counter[int], Counter[int]] = (Counter(), Counter())
         for request in self.running:
             assert request.pages is not None, "a running request holds no pages"
-            for pages, count in zip(
-                (request.pages.global_pages, request.pages.window_pages), counts, strict=True
-            ):
-                for page in filter(None, pages):
-                    count[page] = count.get(page, 0) + 1
-        self.prefix.global_pool.check_integrity(counts[0])
-        self.prefix.window_pool.check_integrity(counts[1])
+            held[0].update(request.pages.global_pages)
+            held[1].update(filter(None, request.pages.window_pages))  # without the null page
+        for pool, pages in zip(pools, held, strict=True):
+            pool.check_integrity(pages)
 
     def _reserve(self, request: Request, count: int, scheduled: dict[Request, int]) -> bool:
-        """Pages for a running request, taken from the last arrival if need be; False if it had to give way."""
+        """Pages for a running request, from the last arrival if need be; False if it gave way itself."""
         assert request.pages is not None
         while True:
             try:

@@ -1,0 +1,123 @@
+"""The flags of `python -m dsv41.run`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from typing import NoReturn
+
+from dsv41.config import PREFIX_MODES, Numerics
+from dsv41.presets import PRESETS
+from dsv41.runner.load import LOAD_FORMATS
+
+Command = Callable[[argparse.Namespace], None]
+
+
+class Parser(argparse.ArgumentParser):
+    """One line per mistake, and no exit of its own."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+
+def _count(text: str) -> int:
+    """A natural number; 4k is 4096, 1M is 1048576."""
+    match = re.fullmatch(r"(\d{1,15})([kM]?)", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number such as 64, 4k or 1M")
+    return int(match[1]) * {"": 1, "k": 1 << 10, "M": 1 << 20}[match[2]]
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_count(item) for item in text.split(","))
+
+
+def _ids(text: str) -> list[int]:
+    if not text.strip():
+        return []
+    if re.fullmatch(r"\s*-?\d{1,18}\s*(,\s*-?\d{1,18}\s*)*", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3")
+    return [int(item) for item in text.split(",")]
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(item.strip() for item in text.split(","))
+
+
+def _device(text: str) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of auto, cpu, cuda, cuda:N")
+    return text
+
+
+def _shared() -> Parser:
+    shared = Parser(add_help=False)
+    shared.add_argument("--model", metavar="DIR_OR_ID", help="a checkpoint directory; nothing is downloaded")
+    shared.add_argument(
+        "--preset", metavar="NAME", help=f"{', '.join(PRESETS)} (default tiny), with stand-in weights"
+    )
+    shared.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the config")
+    shared.add_argument("--load-format", choices=LOAD_FORMATS, default="auto")
+    shared.add_argument("--seed", type=_count, default=0)
+    shared.add_argument("--device", type=_device, default="auto", help="auto, cpu, cuda or cuda:N")
+    shared.add_argument("--numerics", choices=[choice.value for choice in Numerics])
+    shared.add_argument("--backends", metavar="SPEC", help="PRESET, FAMILY=IMPL,... or both")
+    shared.add_argument("--output", metavar="FILE.jsonl", help="one JSON object a line")
+    shared.add_argument("--quiet", action="store_true", help="results and errors only")
+    shared.add_argument("--debug", action="store_true", help="show tracebacks")
+    return shared
+
+
+def _engine() -> Parser:
+    engine = Parser(add_help=False)
+    engine.add_argument("--max-requests", type=_count, help="running at once")
+    engine.add_argument("--max-batch-tokens", type=_count, help="rows of one step")
+    engine.add_argument("--prefix-mode", choices=PREFIX_MODES, help="prefix reuse (default off)")
+    engine.add_argument("--decoder-replay", action="store_true", help="decoder layers on prompt tails only")
+    engine.add_argument("--asynchronous", action="store_true", help="launch ahead of the results")
+    return engine
+
+
+def parser(bench: Command, generate: Command, check: Command, inspect: Command) -> Parser:
+    """Every command sets `command` to its function."""
+    parser = Parser(
+        prog="python -m dsv41.run", description="Run, measure, check, inspect DeepSeek-V4.1-Flash."
+    )
+    commands = parser.add_subparsers(required=True, metavar="{bench,generate,check,inspect}")
+    shared = _shared()
+
+    sub = commands.add_parser(
+        "bench", parents=[shared, _engine()], help="measure steps, or the throughput of a workload"
+    )
+    sub.set_defaults(command=bench)
+    sub.add_argument("what", nargs="?", choices=("steps", "throughput"), default="steps")
+    sub.add_argument("--requests", type=_count, default=32, help="throughput: requests of a random workload")
+    sub.add_argument(
+        "--workload", metavar="FILE.jsonl", help='throughput: {"prompt_ids": ..., "max_tokens": ...}'
+    )
+    for flag in ("--batch", "--prompt-len", "--gen-len", "--depth"):
+        sub.add_argument(flag, type=_counts, metavar="N,...")
+    sub.add_argument("--mode", type=_names, metavar="MODE,...", help="eager, compile")
+    sub.add_argument("--repeat", type=_count)
+    sub.add_argument("--warmup", type=_count)
+    sub.add_argument("--scenario", metavar="NAME", help="a file of profiles/scenarios instead of lists")
+
+    sub = commands.add_parser("generate", parents=[shared, _engine()], help="continue a prompt")
+    sub.set_defaults(command=generate)
+    prompt = sub.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3")
+    sub.add_argument("--max-tokens", type=_count, default=16)
+    sub.add_argument("--temperature", type=float, default=0.0)
+    sub.add_argument("--top-p", type=float, default=1.0)
+    sub.add_argument("--ignore-eos", action="store_true")
+
+    sub = commands.add_parser("check", parents=[shared], help="compare with the release, and with itself")
+    sub.set_defaults(command=check)
+
+    sub = commands.add_parser("inspect", parents=[shared], help="what would run; needs no weights and no GPU")
+    sub.set_defaults(command=inspect)
+    sub.add_argument("--context", type=_counts, metavar="N,...", help="tokens, for the cache sizes")
+    sub.add_argument("--no-segments", action="store_true", help="do not trace the graph")
+    return parser
