@@ -20,13 +20,11 @@ from dsv41.model.decoder import DecoderLayer
 from dsv41.model.inputs import StepInputs, StepOutput, empty_index
 from dsv41.model.plan import LayerPlan
 from dsv41.ops import records
-from dsv41.runner.engine import Engine
 from dsv41.runner.load import Model, blueprint, load
-from dsv41.runner.request import Request, SamplingParams
+from dsv41.runner.stepper import HandRequest, Stepper
 
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden"
 MODES = {"bf16": "bf16", "fp32": "fp32q", "fp32-noquant": "fp32nq"}
-PLENTY = SamplingParams(max_tokens=64)
 
 
 @cache
@@ -80,38 +78,40 @@ def checkpoint(name: str) -> dict[str, Tensor]:
 
 @dataclass
 class Session:
-    """One request of a golden prompt in an engine of its own; `feed` runs its next rows and returns their
+    """One request of a golden prompt in a stepper of its own; `feed` runs its next rows and returns their
     output."""
 
     name: str
     numerics: str
     prompt: str
     row: int = 0
-    engine: Engine = field(init=False)
-    request: Request = field(init=False)
+    stepper: Stepper = field(init=False)
+    request: HandRequest = field(init=False)
 
     def __post_init__(self) -> None:
-        self.engine = Engine(
+        self.stepper = Stepper(
             model(self.name, self.numerics), EngineConfig(max_requests=1, max_context_tokens=512)
         )
-        self.request = admit(self.engine, self.name, self.numerics, self.prompt, self.row)
+        self.request = admit(self.stepper, self.name, self.numerics, self.prompt, self.row)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.request.tokens) - self.request.num_computed
 
     def step(self, count: int) -> StepInputs:
-        return self.engine.step_inputs([(self.request, count)])
+        """The inputs of the next `count` rows. Nothing is computed."""
+        return self.stepper.prepare([(self.request, count)]).step
 
-    @torch.inference_mode()
     def feed(self, count: int) -> StepOutput:
-        output = self.engine.run(self.step(count), self.engine.caches)
-        self.request.num_computed += count
-        return output
+        return self.stepper.step([(self.request, count)])
 
     @torch.inference_mode()
     def logits(self, count: int) -> Tensor:
-        return self.engine.model.decoder.logits(self.feed(count).hidden)
+        return self.stepper.model.decoder.logits(self.feed(count).hidden)
 
     def prefill(self, chunks: tuple[int, ...] = ()) -> Tensor:
         """Logits of the whole prompt, fed in `chunks` and then the rest. [S, V]"""
-        rest = self.request.num_prompt - sum(chunks)
+        rest = self.num_uncomputed - sum(chunks)
         return torch.cat([self.logits(count) for count in (*chunks, rest)])
 
     def decode(self) -> Tensor:
@@ -123,12 +123,12 @@ class Session:
         return torch.cat(rows)
 
 
-def admit(engine: Engine, name: str, numerics: str, prompt: str, row: int) -> Request:
+def admit(stepper: Stepper, name: str, numerics: str, prompt: str, row: int) -> HandRequest:
     ids = tensors(f"{name}/golden/prompts")[f"{prompt}.ids"][row]
-    request = engine.add(ids.tolist(), PLENTY)
+    request = stepper.add(ids.tolist())
     images = image_embeddings(name, numerics, prompt)
     if images is not None:
-        request.image_rows, request.embeddings = images
+        request.image_rows, request.embeddings = tuple(images[0]), images[1]
     return request
 
 
@@ -141,18 +141,18 @@ def decode_tokens(name: str, prompt: str, row: int) -> list[int]:
 @torch.inference_mode()
 def together(name: str, numerics: str) -> dict[tuple[str, int], tuple[Tensor, Tensor]]:
     """(prefill [S, V], decode [N, V]) logits of every golden prompt, all of them in the same steps of one
-    engine."""
+    stepper."""
     loaded, names = model(name, numerics), prompts(name, images=True)
-    engine = Engine(loaded, EngineConfig(max_requests=len(names), max_context_tokens=512))
-    requests = [admit(engine, name, numerics, *key) for key in names]
+    stepper = Stepper(loaded, EngineConfig(max_requests=len(names), max_context_tokens=512))
+    requests = [admit(stepper, name, numerics, *key) for key in names]
 
     def run() -> list[Tensor]:
-        scheduled = [(request, request.num_uncomputed) for request in requests]
-        output = engine.run(engine.step_inputs(scheduled), engine.caches)
+        counts = [len(request.tokens) - request.num_computed for request in requests]
+        output = stepper.step(list(zip(requests, counts, strict=True)))
         assert (output.fault_layer == -1).all()
-        for request, count in scheduled:
-            request.num_computed += count
-        return list(loaded.decoder.logits(output.hidden).split([count for _, count in scheduled]))
+        order = sorted(range(len(requests)), key=lambda number: counts[number])  # of the step's rows
+        parts = loaded.decoder.logits(output.hidden).split([counts[number] for number in order])
+        return [parts[order.index(number)] for number in range(len(requests))]
 
     prefill, decode = run(), []
     for tokens in zip(*(decode_tokens(name, *key) for key in names), strict=True):
@@ -243,9 +243,10 @@ forced = cache(force)
 
 
 def _forced_step(session: Session, loose: dict[str, Tensor], layers: list[dict[str, Tensor]]) -> ForcedStep:
-    decoder, caches = session.engine.model.decoder, session.engine.caches
-    count = session.request.num_uncomputed
-    step = session.step(count)
+    stepper, count = session.stepper, session.num_uncomputed
+    decoder, caches = stepper.model.decoder, stepper.caches
+    prepared = stepper.prepare([(session.request, count)])
+    step = prepared.step
     turns, done = decoder.rotations(step), []
     shared = Shared(None, empty_index(step.token_ids), torch.zeros(step.num_rows, dtype=torch.bool))
     for plan, layer, golden in zip(decoder.plan, decoder.layers, layers, strict=True):
@@ -259,6 +260,7 @@ def _forced_step(session: Session, loose: dict[str, Tensor], layers: list[dict[s
         if layer.engram is not None:
             ours["stream_in"] = written
         done.append(ForcedLayer(plan, golden, ours))
+    stepper.worker.advance(prepared)
     session.request.num_computed += count
     return ForcedStep(step, loose, loose.get("rows"), done)
 
@@ -278,7 +280,7 @@ def _golden_selection(args: tuple, golden: dict[str, Tensor]) -> tuple[Tensor, .
 
 
 def slots_of(states: Tensor, page_table: Tensor, page_states: int) -> Tensor:
-    """The cache slots of states of request 0."""
+    """The cache slots of states of the request in slot 0."""
     page = page_table[0][states.clamp(min=0) // page_states]
     return torch.where(states < 0, -1, page * page_states + states % page_states).to(torch.int32)
 
@@ -326,7 +328,7 @@ def _named(calls: dict, layer: DecoderLayer, plan: LayerPlan, step: StepInputs) 
 
 def _stored(session: Session, plan: LayerPlan, step: StepInputs) -> dict[str, Tensor]:
     """What the step left in the caches of one layer, read back through the record format."""
-    loaded, caches, page = session.engine.model, session.engine.caches, session.engine.engine.page_tokens
+    loaded, caches, page = session.stepper.model, session.stepper.caches, session.stepper.engine.page_tokens
     config, backends, meta = loaded.config, loaded.backends, step.attention
 
     def read(record: str, cache: Tensor, slots: Tensor, page_states: int, dim: int) -> Tensor:

@@ -76,21 +76,29 @@ class DecoderLayer(nn.Module):
 
 @dataclass(frozen=True)
 class Stack:
-    """What runs up the layers: streams [T, M, D], mix float32 [T, M], what sources share, the first faulty
-    layer int32 [T], and the draft head's features collected so far, each [T, D]."""
+    """What runs up the layers: streams [T, M, D], mix float32 [T, M], what sources share, the draft head's
+    features collected so far, each [T, D], and `sound` bool [T]: no layer was faulty, out of `depth` int32
+    [T] sound ones.
+
+    Counting, instead of writing a layer's number down, keeps the compiled code of equal layers equal."""
 
     streams: Tensor
     mix: Tensor
     shared: Shared
-    fault_layer: Tensor
     features: tuple[Tensor, ...]
+    sound: Tensor
+    depth: Tensor
+
+    @property
+    def fault_layer(self) -> Tensor:
+        return torch.where(self.sound, -1, self.depth)
 
     def rows(self, rows: Tensor) -> Stack:
         """Some rows, in front of a source: what layers shared so far ends here."""
         streams = self.streams[rows]
         shared = Shared(None, empty_index(streams), torch.zeros_like(rows, dtype=torch.bool))
         features = tuple(feature[rows] for feature in self.features)
-        return Stack(streams, self.mix[rows], shared, self.fault_layer[rows], features)
+        return Stack(streams, self.mix[rows], shared, features, self.sound[rows], self.depth[rows])
 
 
 class Decoder(nn.Module):
@@ -148,15 +156,14 @@ class Decoder(nn.Module):
     def start(self, step: StepInputs) -> Stack:
         streams = self.embed(step)
         nothing = torch.zeros(streams.shape[0], dtype=torch.bool, device=streams.device)
-        fault_layer = torch.full_like(step.attention.row_request, -1)
-        return Stack(
-            streams, self.first_mix(streams), Shared(None, empty_index(streams), nothing), fault_layer, ()
-        )
+        shared = Shared(None, empty_index(streams), nothing)
+        depth = torch.zeros_like(step.attention.row_request)
+        return Stack(streams, self.first_mix(streams), shared, (), ~nothing, depth)
 
     def run_layers(self, first: int, last: int, stack: Stack, step: StepInputs, caches: KVCaches) -> Stack:
         """Layers `first` ... `last - 1` on the rows of `step`."""
-        streams, mix, shared, fault_layer = stack.streams, stack.mix, stack.shared, stack.fault_layer
-        turns, features = self.rotations(step), stack.features
+        streams, mix, shared, features = stack.streams, stack.mix, stack.shared, stack.features
+        turns, sound, depth = self.rotations(step), stack.sound, stack.depth
         for plan in self.plan[first:last]:
             layer = self.layer(plan.layer)
             if layer.engram is not None:
@@ -168,8 +175,9 @@ class Decoder(nn.Module):
             bad = mix.isnan().any(1)
             if plan.owns_index:
                 bad = bad | shared.faulty
-            fault_layer = torch.where((fault_layer < 0) & bad, plan.layer, fault_layer)
-        return Stack(streams, mix, shared, fault_layer, features)
+            sound = sound & ~bad
+            depth = depth + sound
+        return Stack(streams, mix, shared, features, sound, depth)
 
     def forward(self, step: StepInputs, caches: KVCaches) -> StepOutput:
         stack, tail, end = self.start(step), step.tail, len(self.plan)

@@ -44,7 +44,7 @@ def test_logits_without_quantisers(name: str, prompt: str, row: int) -> None:
 )
 def test_alone_and_in_chunks(prompt: str, chunks: tuple[int, ...]) -> None:
     """State that a chunk boundary loses: the window before it, an open group, the n-gram lookback, image
-    rows. The chunks end on open and on closed groups; the empty one is the request alone in its engine."""
+    rows. The chunks end on open and on closed groups; the empty one is the request alone in its stepper."""
     session = golden.Session("tiny", "fp32-noquant", prompt)
     for ours, truth in zip(
         (session.prefill(chunks), session.decode()),
@@ -64,7 +64,7 @@ def test_selections_features_and_no_fault() -> None:
         if stage != "prefill":
             session.request.tokens.append(int(loose["token"]))
         with golden.Recorder() as recorder:
-            output = session.feed(session.request.num_uncomputed)
+            output = session.feed(session.num_uncomputed)
         chosen = [result[0] for _, result in recorder.calls["select"]]
         for ours, truth in zip(chosen, [layer["topk"] for layer in layers if "topk" in layer], strict=True):
             assert torch.equal(ours[:, : truth.shape[1]], truth)
@@ -168,14 +168,14 @@ def test_the_defect_makes_decode_as_shipped(monkeypatch: pytest.MonkeyPatch, pro
 def stale_keys(session: golden.Session, select: Callable) -> Callable:
     """`select` as shipped: where a decode step leaves its group open, every ratio-2 layer reads the keys that
     the ratio-1 owner published in the step before."""
-    page = session.engine.engine.page_tokens
-    last_publisher = max(plan.layer for plan in session.engine.model.plan if plan.owns_kv)
+    page = session.stepper.engine.page_tokens
+    last_publisher = max(plan.layer for plan in session.stepper.model.plan if plan.owns_kv)
 
     def broken(q, weights, keys, table, row_request, num_states, *rest):
         *middle, page_states = rest
         position = session.request.num_computed
         if len(q) == 1 and page_states == page // 2 and position % 2 == 0:
-            keys, page_states = session.engine.caches.index_k[last_publisher], page
+            keys, page_states = session.stepper.caches.index_k[last_publisher], page
         states, _, *others = select(q, weights, keys, table, row_request, num_states, *middle, page_states)
         return states, golden.slots_of(states, table, rest[-1]), *others
 

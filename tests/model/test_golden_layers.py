@@ -211,9 +211,9 @@ def test_image_rows() -> None:
     """Image positions: blocked n-grams, no Engram write, the image bias of the router (replaced, not
     added)."""
     session = golden.Session("tiny", "bf16", "img1")
-    decoder = session.engine.model.decoder
+    decoder = session.stepper.model.decoder
     loose, layers = golden.dump("tiny", "bf16", "img1", "prefill")
-    step = session.step(session.request.num_prompt)
+    step = session.step(session.num_uncomputed)
     forced = ForcedStep(step, loose, None, [])
     assert step.is_image.any()
     for module, dump in zip(decoder.layers, layers, strict=True):

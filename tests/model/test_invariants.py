@@ -1,6 +1,6 @@
 """What must hold bit for bit on the reference backend, whatever the numbers are.
 
-The truth of a prompt is its one-shot: alone in an engine, all rows in one step. Caches start as 0xFF bytes,
+The truth of a prompt is its one-shot: alone in a worker, all rows in one step. Caches start as 0xFF bytes,
 which is NaN in every float format and in every scale, so a read of what nobody wrote cannot
 pass unseen.
 """
@@ -21,10 +21,9 @@ from dsv41.model.caches import KVCaches
 from dsv41.model.inputs import StepInputs, StepOutput
 from dsv41.model.layout import OPEN_ROWS
 from dsv41.ops import records
-from dsv41.runner.engine import Engine
-from dsv41.runner.inputs import build_step
 from dsv41.runner.load import Model, blueprint, load
-from dsv41.runner.request import Request, SamplingParams
+from dsv41.runner.stepper import HandRequest, Stepper
+from dsv41.runner.worker import Prepared
 
 PAGE_TOKENS = 4  # smaller than every window: pages are crossed, and given back, all the time
 PACKED = "cpu,window_record=scaled_528{0},state_record=nvfp4_288{0},index_record=mxfp4_68"
@@ -47,7 +46,7 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 
 
 class Session:
-    """One engine with a request per prompt; `feed` computes the next rows of some of them."""
+    """One worker with a request per prompt; `feed` computes the next rows of some of them."""
 
     def __init__(self, chosen: Model, prompts: Sequence[Sequence[int]], spare_requests: int = 0) -> None:
         config = EngineConfig(
@@ -55,30 +54,51 @@ class Session:
             max_requests=len(prompts) + spare_requests,
             max_context_tokens=max(map(len, prompts)) + 1,
         )
-        self.engine = Engine(chosen, config)
-        for tensor in self.engine.caches.tensors():
+        self.stepper = Stepper(chosen, config)
+        self.caches = self.stepper.caches
+        for tensor in self.caches.tensors():
             tensor.view(torch.uint8).fill_(0xFF)
-        self.requests: list[Request] = []
+        self.requests: list[HandRequest] = []
+        self.slots: dict[int, int] = {}  # of every request that ever ran
         self.hidden: list[Tensor] = []  # of every request, all rows so far
+        self.last: Prepared | None = None
         for tokens in prompts:
             self.add(tokens)
 
     def add(self, tokens: Sequence[int]) -> None:
-        self.requests.append(self.engine.add(tokens, SamplingParams(max_tokens=1)))
+        self.requests.append(self.stepper.add(tokens))
         self.hidden.append(torch.empty(0))
 
-    def inputs(self, counts: Sequence[tuple[int, int]]) -> StepInputs:
-        return self.engine.step_inputs([(self.requests[number], count) for number, count in counts])
+    def drop(self, number: int) -> None:
+        self.stepper.drop(self.requests[number])
+
+    def prepare(self, counts: Sequence[tuple[int, int]], num_rows: int | None = None) -> Prepared:
+        scheduled = [(self.requests[number], count) for number, count in counts]
+        self.last = self.stepper.prepare(scheduled, num_rows)
+        for number, _ in counts:
+            self.slots[number] = self.stepper.worker.slots[self.requests[number].request_id].index
+        return self.last
 
     @torch.inference_mode()
     def run(self, step: StepInputs, caches: KVCaches | None = None) -> StepOutput:
-        return self.engine.run(step, caches or self.engine.caches)
+        return self.stepper.worker.run(step, caches or self.caches)
 
-    def feed(self, counts: Sequence[tuple[int, int]]) -> None:
-        """The next `count` rows of request `number`, for every (number, count)."""
-        output = self.run(self.inputs(counts))
-        parts = output.hidden.split([count for _, count in counts])
-        for (number, count), part in zip(counts, parts, strict=True):
+    def feed(self, counts: Sequence[tuple[int, int]], in_order: bool = False) -> None:
+        """The next `count` rows of request `number`, for every (number, count). The worker orders its batch
+        by count; with `in_order`, the rows come in the order of `counts` instead."""
+        prepared = self.prepare(counts)
+        by_count = sorted(range(len(counts)), key=lambda i: counts[i][1])
+        assert prepared.batch.counts.tolist() == [counts[i][1] for i in by_count]
+        parts = list(torch.arange(prepared.step.num_rows).split(prepared.batch.counts.tolist()))
+        rows = [parts[by_count.index(i)] for i in range(len(counts))]  # of the step, by entry of `counts`
+        if in_order:
+            hidden = self.run(permuted(prepared.step, torch.cat(rows))).hidden
+            found = hidden.split([count for _, count in counts])
+        else:
+            hidden = self.run(prepared.step).hidden
+            found = [hidden[own] for own in rows]
+        self.stepper.worker.advance(prepared)
+        for (number, count), part in zip(counts, found, strict=True):
             self.requests[number].num_computed += count
             self.hidden[number] = torch.cat((self.hidden[number].to(part.dtype), part))
 
@@ -87,17 +107,18 @@ class Session:
         for call in range(max(map(len, feeds))):
             self.feed([(number, sizes[call]) for number, sizes in enumerate(feeds) if call < len(sizes)])
 
-    def slots(self, pages: Sequence[int], states: range, page_states: int) -> Tensor:
+    def places(self, pages: Sequence[int], states: range, page_states: int) -> Tensor:
         places = [pages[state // page_states] * page_states + state % page_states for state in states]
         return torch.tensor(places, dtype=torch.int64)
 
     def stored(self, number: int) -> dict[str, tuple[int, Tensor]]:
         """Every cached value that a later step may read: name -> (first position or state, rows)."""
-        request, caches, chosen = self.requests[number], self.engine.caches, self.engine.model
+        request, caches, chosen = self.requests[number], self.caches, self.stepper.model
         config, backends, done = chosen.config, chosen.backends, request.num_computed
         dtype = chosen.decoder.context.dtype
-        held = next((i for i, page in enumerate(request.window_pages) if page), 0) * PAGE_TOKENS
-        slots = self.slots(request.window_pages, range(held, done), PAGE_TOKENS)
+        pages = request.pages
+        held = next((i for i, page in enumerate(pages.window_pages) if page), 0) * PAGE_TOKENS
+        slots = self.places(pages.window_pages, range(held, done), PAGE_TOKENS)
         found = {}
         for layer, tensor in caches.window.items():
             rows = records.read_slots(
@@ -111,20 +132,22 @@ class Session:
             for layer, tensor in group.items():
                 ratio = config.ratios[layer]
                 page_states = PAGE_TOKENS // ratio
-                slots = self.slots(request.pages, range(done // ratio), page_states)
+                slots = self.places(pages.global_pages, range(done // ratio), page_states)
                 rows = records.read_slots(record, tensor, slots, page_states, dim, rope_dim, dtype)
                 found[f"{name} {layer}"] = 0, rows
         return found
 
     def own_bytes(self, number: int) -> list[Tensor]:
         """Copies of all bytes of the request's pages and open groups."""
-        request, caches = self.requests[number], self.engine.caches
-        window = [page for page in request.window_pages if page]
+        pages, caches = self.requests[number].pages, self.caches
+        window = [page for page in pages.window_pages if page]
         copies = [tensor[window] for tensor in caches.window.values()]
         copies += [
-            tensor[request.pages] for group in (caches.states, caches.index_k) for tensor in group.values()
+            tensor[pages.global_pages]
+            for group in (caches.states, caches.index_k)
+            for tensor in group.values()
         ]
-        first = request.slot * OPEN_ROWS
+        first = self.slots[number] * OPEN_ROWS
         copies += [tensor[first : first + OPEN_ROWS] for tensor in caches.open_groups.values()]
         return [as_bytes(copy) for copy in copies]
 
@@ -141,7 +164,7 @@ def one_shot(chosen: Model, tokens: Sequence[int]) -> Session:
 
 def assert_same(session: Session, number: int, truth: Session) -> None:
     """Request `number` has seen a prefix of the truth's prompt: equal hidden rows, logits, cached values."""
-    decoder, done = session.engine.model.decoder, session.requests[number].num_computed
+    decoder, done = session.stepper.model.decoder, session.requests[number].num_computed
     hidden, expected = session.hidden[number], truth.hidden[0][:done]
     assert torch.equal(hidden, expected)
     assert torch.equal(decoder.logits(hidden[-1:]), decoder.logits(truth.hidden[0])[done - 1 : done])
@@ -153,16 +176,16 @@ def assert_same(session: Session, number: int, truth: Session) -> None:
 def assert_reaches_everything(truth: Session) -> None:
     """Compressed rows exist at both ratios, top-k drops some, the candidate mask removes blocks that a later
     layer would score, the window has moved on, and Engram reads different rows for different tokens."""
-    chosen, request = truth.engine.model, truth.requests[0]
-    config, done = chosen.config, request.num_computed
+    chosen, done = truth.stepper.model, truth.requests[0].num_computed
+    config = chosen.config
     for ratio in (1, 2):
         assert done // ratio > config.index_topk
     assert done > config.window_tokens
     assert done > config.candidate_blocks * config.candidate_block_states
     assert any(plan.reads_candidates for plan in chosen.plan)
-    request.num_computed = 0
-    step = truth.inputs([(0, done)])
-    request.num_computed = done
+    assert truth.last is not None
+    step = truth.last.step  # the only one
+    assert step.num_rows == done
     tables = [layer.engram for layer in chosen.decoder.layers if layer.engram is not None]
     assert tables
     for table in tables:
@@ -235,11 +258,7 @@ def test_packed_records_equal_plain_rows(preset: str, suffix: str) -> None:
     session = Session(packed, [prompt(len(truth.hidden[0]))])
     assert all(
         tensor.dtype == torch.uint8
-        for group in (
-            session.engine.caches.window,
-            session.engine.caches.states,
-            session.engine.caches.index_k,
-        )
+        for group in (session.caches.window, session.caches.states, session.caches.index_k)
         for tensor in group.values()
     )
     session.feed_all([[13, len(truth.hidden[0]) - 14, 1]])
@@ -262,11 +281,11 @@ def truths(preset: str) -> list[Session]:
     return found
 
 
-def company(preset: str) -> tuple[Session, list[tuple[int, int]]]:
-    """A session before a step that mixes all kinds of rows, and that step."""
+def company(preset: str, order: Sequence[int] = range(7)) -> tuple[Session, list[tuple[int, int]]]:
+    """A session before a step that mixes all kinds of rows, and that step; requests come in `order`."""
     session = Session(model(preset), [prompt(length, seed) for seed, (length, _) in enumerate(COMPANY)])
-    session.feed([(number, done) for number, (_, done) in enumerate(COMPANY) if done])
-    return session, [(number, length - done) for number, (length, done) in enumerate(COMPANY)]
+    session.feed([(number, COMPANY[number][1]) for number in order if COMPANY[number][1]])
+    return session, [(number, COMPANY[number][0] - COMPANY[number][1]) for number in order]
 
 
 def permuted(step: StepInputs, order: Tensor) -> StepInputs:
@@ -306,60 +325,59 @@ def assert_same_caches(a: KVCaches, b: KVCaches) -> None:
 
 @pytest.mark.parametrize("preset", ["tiny", "odd"])
 def test_company_and_request_order_do_not_matter(preset: str) -> None:
-    """Every request of a mixed batch, in three orders, equals itself alone. Catches rows that read a
-    neighbour's pages, and results that follow the number of rows."""
+    """Every request of a mixed batch, in three orders, equals itself alone: admitted in that order, then in
+    the worker's order of a step and in the given one. Catches rows that read a neighbour's pages, and results
+    that follow the number of rows."""
     for order in (range(7), range(6, -1, -1), (3, 0, 5, 2, 6, 1, 4)):
-        session, counts = company(preset)
-        session.feed([counts[number] for number in order])
-        for number, truth in enumerate(truths(preset)):
-            assert_same(session, number, truth)
+        for in_order in (False, True):
+            session, counts = company(preset, order)
+            session.feed(counts, in_order)
+            assert len(set(session.slots.values())) == len(COMPANY)
+            for number, truth in enumerate(truths(preset)):
+                assert_same(session, number, truth)
 
 
 @pytest.mark.parametrize("preset", ["tiny", "odd"])
 def test_row_order_does_not_matter(preset: str) -> None:
     """Catches code that takes a row's place for its position, or its neighbour for its partner."""
     session, counts = company(preset)
-    step = session.inputs(counts)
+    step = session.prepare(counts).step
     assert bool((step.attention.partner_row >= 0).any())
     assert bool((step.attention.partner_slot >= 0).any())
-    before = copied(session.engine.caches)
+    before = copied(session.caches)
     output = session.run(step)
     for seed in range(3):
         order = torch.randperm(step.num_rows, generator=torch.Generator().manual_seed(seed))
         caches = copied(before)
         shuffled = session.run(permuted(step, order), caches)
         assert torch.equal(shuffled.hidden, output.hidden[order])
-        assert_same_caches(caches, session.engine.caches)
+        assert_same_caches(caches, session.caches)
 
 
 @pytest.mark.parametrize("preset", ["tiny", "odd"])
+@torch.inference_mode()
 def test_padding_does_nothing(preset: str) -> None:
     """A bucket's padding rows carry hostile tokens, positions and history; only their request, slots and
     counts say that they are padding. Catches a padding row that writes, that is counted, or that disturbs
     a live row."""
     session, counts = company(preset)
-    scheduled = [(session.requests[number], count) for number, count in counts]
-    exact = session.inputs(counts)
-    live, rows = exact.num_rows, 128
+    exact, rows = session.prepare(counts).step, 128
+    live, meta = exact.num_rows, exact.attention
     assert live < rows
-    engine = session.engine
-    step = build_step(
-        scheduled,
-        engine.model.config,
-        engine.layout,
-        max_requests=engine.engine.max_requests,
-        max_pages=engine.max_pages,
-        num_rows=rows,
-    )
-    step.token_ids[live:] = engine.model.config.vocab_size - 1
+    step = session.prepare(counts, rows).step
+    assert step.num_rows == rows
+    step.token_ids[live:] = session.stepper.model.config.vocab_size - 1
     step.positions[live:] = torch.arange(rows - live) * 1001
     step.is_image[live::2] = True
     step.lookback[live:] = 7
-    before = copied(engine.caches)
+    assert step.attention.page_table is meta.page_table
+    before = copied(session.caches)
     padded = session.run(step)
     caches = copied(before)
-    assert torch.equal(padded.hidden[:live], session.run(exact, caches).hidden)
-    assert_same_caches(caches, engine.caches)
+    alone = session.run(exact, caches)
+    assert torch.equal(padded.hidden[:live], alone.hidden)
+    assert torch.equal(padded.fault_layer[:live], alone.fault_layer)
+    assert_same_caches(caches, session.caches)
 
 
 @pytest.mark.parametrize("preset", ["tiny", "odd"])
@@ -374,14 +392,14 @@ def test_only_own_pages_are_written(preset: str) -> None:
     def feed(*counts: tuple[int, int]) -> None:
         session.feed(counts)
         for request in session.requests:
-            states.update(request.pages)
-            window.update(request.window_pages)
+            states.update(request.pages.global_pages)
+            window.update(request.pages.window_pages)
 
     feed((0, 21), (1, 8))
     still = session.own_bytes(0)
     assert all((part != 0xFF).any() for part in still)
     feed((2, 27), (1, 9))
-    session.engine._finish(session.requests[1], "length")
+    session.drop(1)
     session.add(prompt(30, 3))
     feed((3, 30))
     for before, now in zip(still, session.own_bytes(0), strict=True):
@@ -389,14 +407,14 @@ def test_only_own_pages_are_written(preset: str) -> None:
     feed((0, 12))
     assert_same(session, 0, one_shot(model(preset), prompt(33, 0)))
 
-    caches = session.engine.caches
+    caches = session.caches
     for group, used in ((caches.states, states), (caches.index_k, states), (caches.window, window)):
         for tensor in group.values():
             unused = sorted(set(range(len(tensor))) - used | {0})
             assert len(unused) > 1
             assert bool((as_bytes(tensor[unused]) == 0xFF).all())
-    slots = {request.slot for request in session.requests}
-    assert slots == {0, 1, 2}
+    assert set(session.slots.values()) == {0, 1, 2}
+    assert session.slots[3] == session.slots[1]
     for rows in caches.open_groups.values():
         assert bool((as_bytes(rows[3 * OPEN_ROWS :]) == 0xFF).all())
 
@@ -408,14 +426,15 @@ def test_open_groups_follow_the_request(preset: str) -> None:
     whole = [prompt(30, seed) for seed in range(4)]
     session = Session(model(preset), whole[:3])
     session.feed([(0, 17), (1, 9), (2, 21)])
-    for group in session.engine.caches.open_groups.values():
-        held = [group[r.slot * OPEN_ROWS : (r.slot + 1) * OPEN_ROWS] for r in session.requests]
+    assert session.slots == {0: 0, 1: 1, 2: 2}
+    for group in session.caches.open_groups.values():
+        held = group.split(OPEN_ROWS)[:3]
         assert all(rows.isfinite().any() for rows in held), "every request left a pair open"
-    session.engine._finish(session.requests[1], "length")
+    session.drop(1)
     session.feed([(2, 1), (0, 2)])
     session.add(whole[3])
-    assert session.requests[3].slot == session.requests[1].slot
     for _ in range(3):
         session.feed([(3, 3), (2, 1), (0, 1)])
+    assert session.slots[3] == session.slots[1]
     for number in (0, 2, 3):
         assert_same(session, number, one_shot(model(preset), whole[number]))

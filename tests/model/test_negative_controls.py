@@ -239,12 +239,12 @@ def test_weighing_after_the_last_product_shows_in_ffn_out(monkeypatch: Patch) ->
 
     wrap(monkeypatch, moe, "_feed_forward", broken)
     session = golden.Session("tiny", "bf16", "p25")
-    step = session.step(session.request.num_prompt)
+    step = session.step(session.num_uncomputed)
     _, dumps = golden.dump("tiny", "bf16", "p25", "prefill")
     with torch.inference_mode():
         errors = [
             golden.rel(layer.moe(dump["ffn_in"], step), dump["ffn_out"])
-            for layer, dump in zip(session.engine.model.decoder.layers, dumps, strict=True)
+            for layer, dump in zip(session.stepper.model.decoder.layers, dumps, strict=True)
         ]
     assert max(errors) > 0.013
     assert min(errors) > 5e-3
