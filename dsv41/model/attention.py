@@ -149,6 +149,7 @@ class Attention(nn.Module):
             page_states,
             self.sink,
             self.context.config.rope_dim,
+            self.context.deterministic,
             backends.attention,
         )
 

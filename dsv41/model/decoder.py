@@ -120,9 +120,10 @@ class Decoder(nn.Module):
         *,
         own_tables: bool = True,
         features: bool = False,
+        deterministic: bool = False,
     ) -> None:
         super().__init__()
-        self.context = context = Context(config, backends)
+        self.context = context = Context(config, backends, deterministic)
         self.plan, self.return_features = plan, features
         self.embedding = parameter(config.vocab_size, config.hidden_size)
         if config.engram.layers:

@@ -16,10 +16,14 @@ FP8_TILE = 32
 
 @dataclass(frozen=True)
 class Context:
-    """What every module of a model shares: the config, the chosen backends, the numerics they follow."""
+    """What every module of a model shares: the config, the chosen backends, the numerics they follow.
+
+    `deterministic`: a row's bits do not depend on the rows beside it, at a price in speed.
+    """
 
     config: ModelConfig
     backends: Backends
+    deterministic: bool = False
 
     @property
     def quantise(self) -> bool:

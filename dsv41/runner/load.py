@@ -137,6 +137,7 @@ def load(
             blueprint.backends,
             own_tables=not from_files or tables == "device",
             features=features,
+            deterministic=engine is not None and engine.deterministic,
         )
     decoder.eval()
     token_map = None

@@ -96,7 +96,7 @@ def sparse_attention(rows: int, dtype: torch.dtype) -> list[Any]:
     window_slots = ids(rows, 7, below=PAGES * PAGE, dtype=torch.int32, least=-1)
     state_slots = ids(rows, 9, below=PAGES * PAGE, dtype=torch.int32, least=-1)
     q, sink = normal(rows, HEADS, DIM, dtype=dtype), normal(HEADS)
-    return [q, cache, window_slots, record, PAGE, cache + 1, state_slots, record, PAGE, sink, ROPE]
+    return [q, cache, window_slots, record, PAGE, cache + 1, state_slots, record, PAGE, sink, ROPE, False]
 
 
 @sample

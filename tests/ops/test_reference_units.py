@@ -172,7 +172,7 @@ def attend(q: Tensor, kv: Tensor, listed: Tensor, sink: Tensor, window: int) -> 
 
     window_cache, state_cache = cache(pages, first), cache(pages.flip(0), reverse)
     return sparse_attention(
-        q, window_cache, first, record, PAGE, state_cache, reverse, record, PAGE, sink, 0, CPU
+        q, window_cache, first, record, PAGE, state_cache, reverse, record, PAGE, sink, 0, False, CPU
     )
 
 

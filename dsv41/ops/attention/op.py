@@ -8,7 +8,8 @@ slot of -1 is skipped, a state listed twice counts twice, a row with nothing lis
 
 T token rows, H heads, d head dimension, W window, K selected states. `window_slots [T, W]` and `state_slots
 [T, K]` are int32 slots of the two caches (page * page_states + offset); K is 0 in a window-only layer. The
-output is not yet rotated back.
+output is not yet rotated back. `deterministic`: a row's bits do not depend on the number of rows beside it
+(the reference never lets them).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ sparse_attention = declare(
     "attention",
     "sparse_attention(Tensor q, Tensor window, Tensor window_slots, str window_record, int window_page,"
     " Tensor states, Tensor state_slots, str state_record, int state_page, Tensor sink, int rope_dim,"
-    " str impl) -> Tensor",
+    " bool deterministic, str impl) -> Tensor",
     fake=_sparse_attention_fake,
     eager=True,
 )

@@ -55,6 +55,7 @@ def sparse_attention(
     state_page: int,
     sink: Tensor,
     rope_dim: int,
+    deterministic: bool,
 ) -> Tensor:
     dim, num_slots = q.shape[-1], window_slots.shape[1] + state_slots.shape[1]
     tile = max(1, TILE_BYTES // (num_slots * dim * 8))
