@@ -205,8 +205,8 @@ FILES = [File(p.relative_to(PACKAGE).as_posix(), p.read_text()) for p in sorted(
 BROKEN = [
     (layers, "ops/moe/op.py", "from dsv41.config import ModelConfig\nfrom dsv41.model.plan import WINDOW"),
     (layers, "model/plan.py", "from dsv41 import runner"),
-    (layers, "graphs/compile.py", "import dsv41\nengine = dsv41.Engine"),
-    (layers, "runner/check.py", "from dsv41 import Engine"),
+    (layers, "graphs/compile.py", "import dsv41\nengine = dsv41.LLM"),
+    (layers, "runner/check.py", "from dsv41 import LLM"),
     (layers, "kernels/moe.py", ""),
     (absolute_imports, "model/plan.py", "from .layout import NULL_PAGE"),
     (no_sibling_implementation, "ops/moe/triton.py", "from dsv41.ops.moe.reference import route"),

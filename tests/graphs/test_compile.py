@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,10 +12,13 @@ import dsv41
 from dsv41.config import EngineConfig
 from dsv41.graphs.compile import inner_compiler
 from dsv41.graphs.module import CompiledModule, trace_segments
+from dsv41.model.inputs import StepInputs
 from dsv41.model.plan import WINDOW
-from dsv41.runner.engine import Engine
+from dsv41.runner.engine import LLM
 from dsv41.runner.load import Model, blueprint, load, trace_blueprint
 from dsv41.runner.request import SamplingParams
+from dsv41.runner.stepper import Stepper
+from dsv41.runner.worker import Run
 
 CAPACITY = EngineConfig(max_requests=4, max_context_tokens=256)
 PROMPTS = [[1, 2, 3, 4, 5] * 9, [7, 8, 9], [3] * 20]
@@ -34,18 +39,17 @@ def short() -> Model:
     return load(blueprint(preset_name="tiny", overrides=[SHORT], device="cpu"))
 
 
-def step_of(model: Model, rows: int):
-    """A prefill step of `rows` rows, with the engine whose caches it belongs to."""
-    engine = Engine(model, CAPACITY)
+def step_of(model: Model, rows: int, capacity: EngineConfig = CAPACITY) -> tuple[Stepper, StepInputs]:
+    """A prefill step of `rows` rows, with the stepper whose caches it belongs to."""
+    stepper = Stepper(model, capacity)
     tokens = torch.arange(rows).remainder(model.config.vocab_size).tolist()
-    request = engine.add(tokens, SamplingParams())
-    return engine, engine.step_inputs([(request, rows)])
+    return stepper, stepper.prepare([(stepper.add(tokens), rows)]).step
 
 
 def test_only_selection_and_attention_are_eager(tiny: Model) -> None:
     """Every layer has exactly one eager piece; an index source selects in it, and no other op is in any."""
-    engine, step = step_of(tiny, 5)
-    segments = trace_segments(tiny.decoder, step, engine.caches)
+    stepper, step = step_of(tiny, 5)
+    segments = trace_segments(tiny.decoder, step, stepper.caches)
     eager = [segment.ops for segment in segments if segment.eager]
     assert eager == [("select", "sparse_attention")[not layer.owns_index :] for layer in tiny.plan]
     assert len(segments) == 2 * len(tiny.plan) + 1
@@ -63,40 +67,72 @@ def test_segments_of_the_release_need_no_memory() -> None:
     assert sum(segment.eager for segment in segments) == 40
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-def test_one_compile_for_all_row_counts_and_one_for_a_single_row(short: Model, inner: str) -> None:
+def test_one_compile_for_all_row_counts_and_one_for_a_single_row(short: Model) -> None:
     """A graph that fixes a row count, a page table or a cache size would compile again here."""
-    module = CompiledModule(short.decoder, inner)
+    module = CompiledModule(short.decoder, "aot_eager")
     for rows in (5, 2, 17, 64, 3):
-        engine, step = step_of(short, rows)
-        assert_same(module(step, engine.caches), short, rows)
+        assert_same(module, short, rows)
     assert module.num_compiles == 1
     for _ in range(2):
-        engine, step = step_of(short, 1)
-        assert_same(module(step, engine.caches), short, 1)
+        assert_same(module, short, 1)
     assert module.num_compiles == 2
 
 
-def assert_same(output, model: Model, rows: int) -> None:
-    engine, step = step_of(model, rows)
+def assert_same(module: CompiledModule, model: Model, rows: int, capacity: EngineConfig = CAPACITY) -> None:
+    """The output and the caches of a step, compiled and eager."""
+    stepper, step = step_of(model, rows, capacity)
+    output = module(step, stepper.caches)
+    eager, step = step_of(model, rows, capacity)
     with torch.inference_mode():
-        expected = model.decoder(step, engine.caches)
+        expected = model.decoder(step, eager.caches)
     assert torch.equal(output.hidden, expected.hidden)
     assert torch.equal(output.fault_layer, expected.fault_layer)
+    for mine, other in zip(stepper.caches.tensors(), eager.caches.tensors(), strict=True):
+        assert torch.equal(mine, other)
 
 
-def caches_after(model: Model, run) -> tuple[list[list[int]], list[Tensor]]:
-    engine = Engine(model, CAPACITY, run=run)
-    tokens = engine.generate(PROMPTS, SamplingParams(max_tokens=6, ignore_eos=True))
-    return tokens, engine.caches.tensors()
+def answers(model: Model, run: Run | None, **choices: bool) -> tuple[list[tuple[int, ...]], list[Tensor]]:
+    """The tokens of `PROMPTS` and the caches they leave."""
+    llm = LLM(model, replace(CAPACITY, **choices), run=run)
+    found = llm.generate(PROMPTS, SamplingParams(max_tokens=6, ignore_eos=True))
+    assert all(one.error is None for one in found)
+    return [one.tokens for one in found], llm.caches.tensors()
+
+
+def assert_same_answers(model: Model, module: CompiledModule, **choices: bool) -> list[tuple[int, ...]]:
+    tokens, caches = answers(model, None, **choices)
+    compiled_tokens, compiled_caches = answers(model, module, **choices)
+    assert compiled_tokens == tokens
+    assert all(torch.equal(a, b) for a, b in zip(caches, compiled_caches, strict=True))
+    return tokens
 
 
 def test_compiled_engine_equals_eager_engine(tiny: Model) -> None:
     """Prefill and decode through the whole stack: same tokens, same bytes in every cache."""
-    tokens, caches = caches_after(tiny, None)
-    compiled_tokens, compiled_caches = caches_after(tiny, CompiledModule(tiny.decoder, "aot_eager"))
-    assert compiled_tokens == tokens
-    assert all(torch.equal(a, b) for a, b in zip(caches, compiled_caches, strict=True))
+    module = CompiledModule(tiny.decoder, "aot_eager")
+    tokens = assert_same_answers(tiny, module)
+    assert len(set(tokens)) == len(PROMPTS), "equal answers hide a mix-up"
+    assert module.num_compiles == 1, "three requests never make a step of one row"
+
+
+def test_decoder_replay_is_a_graph_of_its_own(short: Model) -> None:
+    """A step with a tail is another graph, one for all row counts of the step and of its tail. Prompts below
+    and above the window make both kinds of steps."""
+    replay = replace(CAPACITY, decoder_replay=True)
+    module = CompiledModule(short.decoder, "aot_eager")
+    window = short.config.window_tokens
+    for rows in (window + 1, 2 * window, 61):
+        _, step = step_of(short, rows, replay)
+        assert step.tail is not None
+        assert step.tail.rows.tolist() == list(range(rows - window, rows))
+        assert_same(module, short, rows, replay)
+    assert module.num_compiles == 1
+    _, step = step_of(short, window, replay)
+    assert step.tail is None
+    assert_same(module, short, window, replay)
+    assert module.num_compiles == 2
+    assert_same_answers(short, module, decoder_replay=True)
+    assert module.num_compiles == 2
 
 
 def test_inductor_computes_the_same(short: Model) -> None:
@@ -104,11 +140,11 @@ def test_inductor_computes_the_same(short: Model) -> None:
     noise that one such rounding makes (README of the golden data: 1e-2 of a layer's output), tokens stay the
     same."""
     module = CompiledModule(short.decoder, "inductor")
-    engine, step = step_of(short, 40)
-    output = module(step, engine.caches)
-    engine, step = step_of(short, 40)
+    stepper, step = step_of(short, 40)
+    output = module(step, stepper.caches)
+    stepper, step = step_of(short, 40)
     with torch.inference_mode():
-        expected = short.decoder(step, engine.caches)
+        expected = short.decoder(step, stepper.caches)
         logits, golden = short.decoder.logits(output.hidden), short.decoder.logits(expected.hidden)
     assert float((logits - golden).square().mean().sqrt() / golden.std()) < 1e-2
     assert torch.equal(logits.argmax(-1), golden.argmax(-1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import one_request
 import pytest
 import torch
 from torch import Tensor
@@ -17,9 +18,6 @@ from dsv41.model.rope import plain_frequencies, rotations, yarn_frequencies
 from dsv41.ops.arithmetic import rms_norm
 from dsv41.ops.compression.op import compress
 from dsv41.presets import preset
-from dsv41.runner.inputs import build_step
-from dsv41.runner.pages import PagePool
-from dsv41.runner.request import Request, SamplingParams
 
 DIM, EPS = 16, 1e-6
 NORM = torch.linspace(0.5, 1.5, DIM).bfloat16()
@@ -41,9 +39,14 @@ Piece = tuple[int, int, int]  # request, first position, rows
 
 
 def call(
-    tokens: Sequence[Tensor], pieces: Sequence[Piece], open_groups: Tensor, seed: int | None = None
+    tokens: Sequence[Tensor],
+    pieces: Sequence[Piece],
+    open_groups: Tensor,
+    seed: int | None = None,
+    kept: int = 1,
 ) -> dict:
-    """One step of these pieces, its rows shuffled if a seed is given. -> {(request, state): latent}"""
+    """One step of these pieces, its rows shuffled if a seed is given; of each piece, the last `kept` rows
+    stay for later. -> {(request, state): latent}"""
     rows = [(request, p) for request, start, count in pieces for p in range(start, start + count)]
     if seed is not None:
         random.Random(seed).shuffle(rows)
@@ -61,7 +64,7 @@ def call(
                 for (request, p), near in zip(rows, here, strict=True)
             ]
         ),
-        torch.tensor([slot[row] if row[1] % 2 == 0 and row[1] == last[row[0]] else -1 for row in rows]),
+        torch.tensor([slot[row] if row[1] % 2 == 0 and row[1] > last[row[0]] - kept else -1 for row in rows]),
         NORM,
         open_groups,
         2,
@@ -80,8 +83,9 @@ def assert_same(a: dict, b: dict) -> None:
         assert torch.equal(value, b[key]), key
 
 
+@pytest.mark.parametrize("kept", [1, OPEN_ROWS])
 @pytest.mark.parametrize("length", range(1, 18))
-def test_every_split_equals_one_shot(length: int) -> None:
+def test_every_split_equals_one_shot(length: int, kept: int) -> None:
     """State j pools tokens 2j and 2j+1 and appears when both are there. Catches a pair that is cut by the
     call."""
     tokens = [projections(length)]
@@ -93,10 +97,11 @@ def test_every_split_equals_one_shot(length: int) -> None:
         )
     for first in range(1, length):
         open_groups = NAN_SLOTS.clone()
-        early = call(tokens, [(0, 0, first)], open_groups)
+        early = call(tokens, [(0, 0, first)], open_groups, kept=kept)
         assert len(early) == first // 2
-        assert int(open_groups.isfinite().any(1).sum()) == first % 2
-        assert_same(early | call(tokens, [(0, first, length - first)], open_groups), whole)
+        opens = [p for p in range(max(0, first - kept), first) if p % 2 == 0]
+        assert int(open_groups.isfinite().any(1).sum()) == len(opens)
+        assert_same(early | call(tokens, [(0, first, length - first)], open_groups, kept=kept), whole)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -151,17 +156,11 @@ PAGE = 4
 
 
 def step_of(name: str, chunks: Sequence[int]) -> list[StepInputs]:
-    """The steps of one request fed in chunks."""
+    """The steps of the request in slot 1, fed in chunks."""
     config = preset(name)
     rows = Backends(window_record="rows_bf16", state_record="rows_bf16", index_record="rows_bf16")
     layout = build_layout(config, build_plan(config), rows, PAGE)
-    request = Request(list(range(6, 6 + sum(chunks))), SamplingParams(), slot=1)
-    pools, steps = (PagePool(20), PagePool(20)), []
-    for count in chunks:
-        request.reserve(count, PAGE, config.window_tokens, *pools)
-        steps.append(build_step([(request, count)], config, layout, max_requests=2, max_pages=8))
-        request.num_computed += count
-    return steps
+    return one_request.steps(range(6, 6 + sum(chunks)), chunks, config, layout, slot=1)
 
 
 @pytest.mark.parametrize("name", ["tiny", "odd"])
@@ -183,7 +182,7 @@ def test_states_are_visible_once_complete(name: str, first: int) -> None:
                 slot = int(step.attention.state_write[ratio][row])
                 assert (slot >= 0) == ((p + 1) % ratio == 0)
                 if slot >= 0:
-                    page, states = int(step.attention.page_table[0, (p // PAGE)]), PAGE // ratio
+                    page, states = int(step.attention.page_table[1, p // PAGE]), PAGE // ratio
                     j = p // ratio
                     assert slot == page * states + j % states
                     assert torch.equal(turns.group[ratio][row], everywhere.compressed[j * ratio])

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import one_request
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,10 +16,7 @@ from torch import Tensor
 
 from dsv41.ops.engram.op import engram_hash, engram_lookup, engram_write
 from dsv41.ops.linear.op import linear_fp8
-from dsv41.runner.inputs import build_step
 from dsv41.runner.load import blueprint
-from dsv41.runner.pages import PagePool
-from dsv41.runner.request import Request, SamplingParams
 
 UNITS = Path(__file__).resolve().parents[3] / "shared" / "golden" / "units"
 IMPL = "reference"
@@ -129,16 +127,11 @@ def test_lookback_is_the_history(length: int, image_at: int | None) -> None:
     for first in {1, 2, 3, length}:
         if first > length:
             continue
-        request = Request(tokens, SamplingParams(), slot=0, image_rows=images)
-        found, pools = [], (PagePool(9), PagePool(9))
-        for count in (first, length - first):
-            if count:
-                request.reserve(count, 4, plan.config.window_tokens, *pools)
-                step = build_step([(request, count)], plan.config, plan.layout, max_requests=1, max_pages=4)
-                assert step.is_image.tolist() == images[request.num_computed : request.num_computed + count]
-                found.append(step.lookback)
-                request.num_computed += count
-        assert torch.equal(torch.cat(found), back(text, 3))
+        counts = [count for count in (first, length - first) if count]
+        found = one_request.steps(tokens, counts, plan.config, plan.layout, images=images)
+        assert torch.cat([step.token_ids for step in found]).tolist() == tokens
+        assert torch.cat([step.is_image for step in found]).tolist() == images
+        assert torch.equal(torch.cat([step.lookback for step in found]), back(text, 3))
 
 
 # -- lookup -----------------------------------------------------------------------------------------------

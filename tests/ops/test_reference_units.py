@@ -5,6 +5,7 @@ Tolerances are those of golden/README.md, 5. What needs no golden data is at the
 
 from pathlib import Path
 
+import one_request
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,8 +28,6 @@ from dsv41.ops.linear.op import linear, linear_fp8
 from dsv41.ops.moe.op import experts, route
 from dsv41.ops.moe.reference import _feed_forward
 from dsv41.presets import preset
-from dsv41.runner.inputs import build_step
-from dsv41.runner.request import Request, SamplingParams
 
 UNITS = Path(__file__).resolve().parents[2].parent / "shared" / "golden" / "units"
 EPS = 1e-20
@@ -363,11 +362,11 @@ def test_window_list(name: str) -> None:
     config = preset("tiny").with_overrides([f"sliding_window={window_tokens}"])
     layout = build_layout(config, build_plan(config), select(detect("cpu"), config.numerics), page_tokens=4)
     start, count = (0, int(number[1:])) if call == "prefill" else (int(number[1:]), 1)
-    request = Request([3] * (start + count), SamplingParams(), slot=0, num_computed=start)
-    request.window_pages = request.pages = [7, 3, 9, 1, 5, 11, 2, 8, 4, 10, 6][: -(-(start + count) // 4)]
-    step = build_step([(request, count)], config, layout, max_requests=1, max_pages=16)
+    pages = [7, 3, 9, 1, 5, 11, 2, 8, 4, 10, 6][: -(-(start + count) // 4)]
+    tokens = [3] * (start + count)
+    (step,) = one_request.steps(tokens, [count], config, layout, start=start, window_pages=pages)
 
-    position_of = {4 * page + i: 4 * n + i for n, page in enumerate(request.window_pages) for i in range(4)}
+    position_of = {4 * page + i: 4 * n + i for n, page in enumerate(pages) for i in range(4)}
     slots = step.attention.window_read.tolist()
     listed = [[position_of[slot] for slot in row if slot >= 0] for row in slots]
     assert step.attention.window_read.shape == (count, window_tokens)

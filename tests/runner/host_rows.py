@@ -1,9 +1,10 @@
-"""From requests to StepInputs: positions, slots, window lists and counts of every row, computed once per
-step."""
+"""The rows of a step, built on the host in numpy from lists of tokens and pages: what `compute_rows` must
+equal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -13,9 +14,25 @@ from torch import Tensor
 from dsv41.config import ModelConfig
 from dsv41.model.inputs import AttnMetadata, StepInputs
 from dsv41.model.layout import OPEN_ROWS, CacheLayout
-from dsv41.runner.request import Request
 
 Rows = dict[str, NDArray]
+
+
+@dataclass
+class Request:
+    """One request on the host. Its window has no rows below `replay_start`, and behind the last KV source
+    none below `tail_start`; it writes no states of tokens below `hit_tokens`."""
+
+    tokens: list[int]
+    slot: int = 0
+    num_computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    window_pages: list[int] = field(default_factory=list)
+    hit_tokens: int = 0
+    replay_start: int = 0
+    tail_start: int = 0
+    image_rows: Sequence[bool] = ()
+    embeddings: Tensor | None = None
 
 
 def page_slots(pages: Sequence[int], positions: NDArray, page_states: int) -> NDArray:
@@ -25,8 +42,8 @@ def page_slots(pages: Sequence[int], positions: NDArray, page_states: int) -> ND
 
 
 def _window_read(request: Request, positions: NDArray, window: int, page_tokens: int) -> NDArray:
-    """int64 [n, W]: slots of positions max(0, p - W + 1) ... p, oldest first, then -1."""
-    oldest = np.maximum(positions - window + 1, 0)
+    """int64 [n, W]: slots of positions max(replay_start, p - W + 1) ... p, oldest first, then -1."""
+    oldest = np.maximum(positions - window + 1, request.replay_start)
     wanted = oldest[:, None] + np.arange(window)
     seen = wanted <= positions[:, None]
     slots = page_slots(request.window_pages, np.where(seen, wanted, positions[:, None]), page_tokens)
@@ -40,42 +57,42 @@ def _lookback(tokens: NDArray, positions: NDArray, depth: int) -> NDArray:
 
 
 def _open_groups(request: Request, positions: NDArray, first_row: int) -> Rows:
-    """Partners of the rows that close a pair, and where a row that leaves its pair open is kept."""
+    """Partners of the rows that close a pair, and where those that open one are kept: the last `OPEN_ROWS`
+    rows, any of which may turn out to be the request's last (drafts)."""
     start, last = int(positions[0]), int(positions[-1])
-    slot_of = request.slot * OPEN_ROWS + positions % OPEN_ROWS
     closes, here = positions % 2 == 1, positions > start
-    row = first_row + np.arange(len(positions))
-    kept = request.slot * OPEN_ROWS + (positions - 1) % OPEN_ROWS
+    own = request.slot * OPEN_ROWS + positions % OPEN_ROWS
+    before = request.slot * OPEN_ROWS + (positions - 1) % OPEN_ROWS
     return {
-        "partner_row": np.where(closes & here, row - 1, -1),
-        "partner_slot": np.where(closes & ~here, kept, -1),
-        "open_slot": np.where((positions == last) & ~closes, slot_of, -1),
+        "partner_row": np.where(closes & here, first_row + np.arange(len(positions)) - 1, -1),
+        "partner_slot": np.where(closes & ~here & (positions - 1 >= request.replay_start), before, -1),
+        "open_slot": np.where((positions > last - OPEN_ROWS) & ~closes, own, -1),
     }
 
 
 def _request_rows(
-    request: Request, number: int, count: int, first_row: int, config: ModelConfig, layout: CacheLayout
+    request: Request, count: int, first_row: int, config: ModelConfig, layout: CacheLayout
 ) -> Rows:
-    """All row fields of the next `count` tokens of request `number` of the batch."""
+    """All row fields of the next `count` tokens of one request."""
     positions = np.arange(request.num_computed, request.num_computed + count, dtype=np.int64)
     tokens = np.asarray(request.tokens, dtype=np.int64)
     images = np.zeros(len(tokens), dtype=bool)
-    if request.image_rows is not None:
-        images[: len(request.image_rows)] = request.image_rows
+    images[: len(request.image_rows)] = request.image_rows
     page_tokens = layout.page_tokens
     rows: Rows = {
         "token_ids": tokens[positions],
         "positions": positions,
         "is_image": images[positions],
         "lookback": _lookback(np.where(images, -1, tokens), positions, max(config.engram.max_ngram - 1, 1)),
-        "row_request": np.full(count, number),
+        "row_request": np.full(count, request.slot),
         "window_write": page_slots(request.window_pages, positions, page_tokens),
         "window_read": _window_read(request, positions, config.window_tokens, page_tokens),
         **_open_groups(request, positions, first_row),
     }
     for ratio in sorted({ratio for ratio in config.ratios if ratio}):
         slots = page_slots(request.pages, positions // ratio, page_tokens // ratio)
-        rows[f"state_write_{ratio}"] = np.where((positions + 1) % ratio == 0, slots, -1)
+        writes = ((positions + 1) % ratio == 0) & (positions >= request.hit_tokens)
+        rows[f"state_write_{ratio}"] = np.where(writes, slots, -1)
         rows[f"num_states_{ratio}"] = (positions + 1) // ratio
     return rows
 
@@ -110,38 +127,33 @@ def build_step(
     *,
     max_requests: int,
     max_pages: int,
-    device: str = "cpu",
     num_rows: int | None = None,
 ) -> StepInputs:
-    """The inputs of a step that computes the next `count` tokens of every scheduled request.
-
-    The page table is int32 [max_requests, max_pages]; `num_rows` pads the rows to a bucket. Every request
-    must have reserved its pages.
-    """
+    """The inputs of a step that computes the next `count` tokens of every scheduled request, in that order,
+    padded to `num_rows`. The page table, int32 [max_requests, max_pages], has the rows of these requests."""
     pieces, first_row = [], 0
     table = np.zeros((max_requests, max_pages), dtype=np.int32)
-    for number, (request, count) in enumerate(scheduled):
-        pieces.append(_request_rows(request, number, count, first_row, config, layout))
-        table[number, : len(request.pages)] = request.pages
+    for request, count in scheduled:
+        pieces.append(_request_rows(request, count, first_row, config, layout))
+        table[request.slot, : len(request.pages)] = request.pages
         first_row += count
     num_rows = num_rows or first_row
     rows = {name: _pad(name, np.concatenate([p[name] for p in pieces]), num_rows) for name in pieces[0]}
 
     def put(name: str, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(rows[name])).to(device=device, dtype=dtype)
+        return torch.from_numpy(np.ascontiguousarray(rows[name])).to(dtype)
 
     ratios = sorted({ratio for ratio in config.ratios if ratio})
     embeddings = _embeddings(scheduled, num_rows, config.hidden_size)
-    dtype = getattr(torch, config.numerics.dtype_name)
     return StepInputs(
         token_ids=put("token_ids"),
         positions=put("positions"),
         is_image=put("is_image", torch.bool),
         lookback=put("lookback"),
-        embeddings=None if embeddings is None else embeddings.to(device=device, dtype=dtype),
+        embeddings=None if embeddings is None else embeddings.to(getattr(torch, config.numerics.dtype_name)),
         attention=AttnMetadata(
             row_request=put("row_request", torch.int32),
-            page_table=torch.from_numpy(table).to(device),
+            page_table=torch.from_numpy(table),
             window_write=put("window_write"),
             window_read=put("window_read", torch.int32),
             state_write={ratio: put(f"state_write_{ratio}") for ratio in ratios},
@@ -151,3 +163,21 @@ def build_step(
             open_slot=put("open_slot"),
         ),
     )
+
+
+def tail_rows(scheduled: Sequence[tuple[Request, int]]) -> list[int]:
+    """The rows of a step that go on behind the last KV source."""
+    kept = [
+        position >= request.tail_start
+        for request, count in scheduled
+        for position in range(request.num_computed, request.num_computed + count)
+    ]
+    return [row for row, keep in enumerate(kept) if keep]
+
+
+def behind_the_last_source(scheduled: Sequence[tuple[Request, int]]) -> list[tuple[Request, int]]:
+    """The same requests with the window that their rows have there."""
+    return [
+        (replace(request, replay_start=max(request.replay_start, request.tail_start)), count)
+        for request, count in scheduled
+    ]
