@@ -9,6 +9,7 @@ import torch
 
 from dsv41.config import EngineConfig
 from dsv41.graphs.module import CompiledModule
+from dsv41.model.inputs import StepOutput
 from dsv41.run import main
 from dsv41.runner.engine import LLM
 from dsv41.runner.load import Model, blueprint, load
@@ -67,16 +68,14 @@ def test_compiled_tokens_equal_the_cpu(inner: str) -> None:
 
 
 def test_no_step_waits_for_the_device() -> None:
-    """Between two steps nothing may read the device from the host; taking in results waits on an event alone. The
-    reference ops themselves do read it, so the model is left out."""
+    """Between two steps nothing may read the device from the host; taking in results waits on an event alone.
+    The reference ops themselves do read it, so the model is left out."""
     chosen = model("cuda")
     hidden = torch.randn(64, chosen.config.hidden_size, device="cuda")
 
     def run(step, caches):
-        from dsv41.model.inputs import StepOutput
-
-        rows = step.num_rows
-        return StepOutput(hidden[:rows], hidden[:rows, :0], torch.full_like(step.attention.row_request, -1))
+        rows = hidden[: step.num_rows]
+        return StepOutput(rows, rows[:, :0], torch.full_like(step.attention.row_request, -1))
 
     llm = LLM(
         chosen,

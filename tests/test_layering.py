@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "dsv41"
-LAYERS = dict.fromkeys(("config", "hardware", "released", "rules", "presets"), 0)
+LAYERS = dict.fromkeys(("config", "capacity", "hardware", "released", "rules", "presets"), 0)
 LAYERS |= {"ops": 1, "backends": 2, "model": 3, "graphs": 4, "runner": 5, "arguments": 6, "run": 6}
 EVERYWHERE = {"torch", "numpy", "dsv41", *sys.stdlib_module_names}
 HOMES = {  # outside package -> the files that may name it; any other outside package may be named nowhere

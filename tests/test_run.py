@@ -55,7 +55,7 @@ def fail(capsys) -> Callable[..., str]:
 
 USAGE = {
     "unknown command": (["train"], "invalid choice"),
-    "unknown flag": (["bench", "--speed", "11"], "unrecognized"),
+    "unknown flag": (["bench", "--speed=11"], "unrecognized"),
     "no prompt": (["generate"], "--prompt"),
     "two prompts": (["generate", "--prompt", "a", *PROMPT], "not allowed"),
     "model and preset": (["inspect", "--model", str(EXCERPT), "--preset", "tiny"], "exclude"),

@@ -210,10 +210,8 @@ def reference_run(model: Model) -> Run:
             model.config, model.plan, model.layout, backends, features=model.decoder.return_features
         )
     twin.load_state_dict(model.decoder.state_dict(), assign=True)
-    twin.plain_frequencies, twin.yarn_frequencies = (
-        model.decoder.plain_frequencies,
-        model.decoder.yarn_frequencies,
-    )
+    for name in ("plain_frequencies", "yarn_frequencies"):
+        setattr(twin, name, getattr(model.decoder, name))
     return twin.eval()
 
 

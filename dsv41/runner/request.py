@@ -130,6 +130,7 @@ class Request:
     num_confirmed: int = 0  # of these, in steps whose results are known
     num_cached: int = 0  # prompt tokens taken from the prefix cache at the last admission
     num_preemptions: int = 0
+    num_prompt_logprobs: int = 0  # delivered; a preempted prompt computes them again
     pages: RequestPages | None = None
     keys: list[bytes] = field(default_factory=list)
     sent_pages: tuple[int, int] | None = None  # entries of both tables that the worker holds

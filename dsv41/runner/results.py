@@ -20,8 +20,10 @@ NO_FAULT = 1 << 30
 def first_faults(step: StepInputs, output: StepOutput, slots: Tensor, num_slots: int) -> Tensor:
     """The first faulty layer of each request slot in `slots` int64 [B], `NO_FAULT` without one. int32 [B]"""
     faults = torch.where(output.fault_layer < 0, NO_FAULT, output.fault_layer)
+    request = step.attention.row_request.long()
+    faults = torch.where(request < 0, NO_FAULT, faults)  # padding rows speak for nobody
     worst = torch.full((num_slots,), NO_FAULT, dtype=faults.dtype, device=faults.device)
-    return worst.scatter_reduce(0, step.attention.row_request.long(), faults, "amin")[slots]
+    return worst.scatter_reduce(0, request.clamp(min=0), faults, "amin")[slots]
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Gathered:
     batch: Batch
     number: int  # of the step
     top_n: tuple[int, ...]  # alternatives asked for, by sampled request; -1: no log-probability
-    prompt_of: tuple[int, ...]  # the requests, by number in the batch, that get prompt log-probabilities
+    prompt_of: dict[int, int]  # by number in the batch: the first prompt position that gets log-probabilities
 
 
 def gather(
@@ -60,13 +62,13 @@ def _top(host: dict[str, Tensor], name: str, row: int, top_n: int) -> tuple[tupl
     return tuple(zip(ids, values, strict=True))[:top_n]
 
 
-def _prompt(host: dict[str, Tensor], number: int) -> tuple[PromptLogProb, ...]:
+def _prompt(host: dict[str, Tensor], number: int, first: int) -> tuple[PromptLogProb, ...]:
     name = f"prompt{number}"
     ids = host[f"{name}.ids"].tolist()
     chosen, ranks = host[f"{name}.chosen"].tolist(), host[f"{name}.ranks"].tolist()
     width = host[f"{name}.top"].shape[1]
     return tuple(
-        PromptLogProb(ids[row], chosen[row], ranks[row], _top(host, name, row, width))
+        PromptLogProb(first + row, ids[row], chosen[row], ranks[row], _top(host, name, row, width))
         for row in range(len(ids))
     )
 
@@ -78,7 +80,8 @@ def results(gathered: Gathered, host: dict[str, Tensor]) -> list[TokenResult]:
     tokens, nan, faults = host["tokens"].tolist(), host["nan"].tolist(), host["faults"].tolist()
     for number, slot in enumerate(batch.slots):
         row = sampled.get(number)
-        prompt = _prompt(host, number) if number in gathered.prompt_of else ()
+        first = gathered.prompt_of.get(number)
+        prompt = _prompt(host, number, first) if first is not None else ()
         faulty = faults[number] != NO_FAULT or (row is not None and nan[row])
         if faulty:
             where = f"layer {faults[number]}" if faults[number] != NO_FAULT else "the logits"

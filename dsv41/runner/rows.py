@@ -120,10 +120,17 @@ def select_rows(step: StepInputs, rows: Tensor) -> StepInputs:
 def trim_window(
     step: StepInputs, state: RequestState, config: ModelConfig, layout: CacheLayout
 ) -> StepInputs:
-    """The same rows without window rows below their request's `tail_start` (decoder replay)."""
+    """The same rows without window rows below the start of their request's tail (decoder replay)."""
     request = step.attention.row_request.long()
-    tail_start = state.counts[request, 3]
-    read = _window_read(state, request, step.positions, tail_start, config.window_tokens, layout.page_tokens)
+    _, _, replay_start, tail_start = state.counts[request].unbind(1)
+    read = _window_read(
+        state,
+        request,
+        step.positions,
+        torch.maximum(replay_start, tail_start),
+        config.window_tokens,
+        layout.page_tokens,
+    )
     return replace(step, attention=replace(step.attention, window_read=read))
 
 

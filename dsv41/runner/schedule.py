@@ -71,6 +71,7 @@ class PromptLogProb:
     """A prompt token, its natural log-probability and rank after the tokens before it, and the likeliest ones
     there."""
 
+    position: int
     token: int
     logprob: float
     rank: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from dsv41.config import EngineConfig, ModelConfig
@@ -150,6 +150,7 @@ class Scheduler:
         """Take in the results of the oldest step in flight; returns those of requests that had not ended
         meanwhile. Every scheduled step with tokens has its `update`, also without results."""
         alive = [(self._alive[r.request_id], r) for r in results if r.request_id in self._alive]
+        alive = [(request, _only_new(request, result)) for request, result in alive]
         for request, result in alive:
             if result.error is not None:
                 self._forget(request)
@@ -207,8 +208,11 @@ class Scheduler:
         if request.num_pending:  # preempted with a token in flight: its prefill needs that token
             return None
         extend_keys(request.keys, request.tokens, self.engine.page_tokens, request.salt)
+        every_row = (
+            request.params.prompt_logprobs is not None
+        )  # each row's logits are wanted: nothing to reuse
         try:
-            pages = admit(self.prefix, request.keys, len(request.tokens), budget)
+            pages = admit(self.prefix, [] if every_row else request.keys, len(request.tokens), budget)
         except MemoryError:
             return None
         self.waiting.popleft()
@@ -287,3 +291,11 @@ class Scheduler:
         request.pages.release()
         request.pages = None
         self.running.remove(request)
+
+
+def _only_new(request: Request, result: TokenResult) -> TokenResult:
+    """Without the prompt log-probabilities that were delivered before a preemption."""
+    new = tuple(one for one in result.prompt_logprobs if one.position > request.num_prompt_logprobs)
+    if new:
+        request.num_prompt_logprobs = new[-1].position
+    return replace(result, prompt_logprobs=new) if new != result.prompt_logprobs else result

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv41.config import EngineConfig
@@ -58,6 +59,7 @@ class Worker:
         self.sampler = Sampler(engine.max_requests, model.config.vocab_size, device, model.config.eos_token)
         self.slots: dict[int, Slot] = {}
         self.embeddings: dict[int, Tensor] = {}
+        self.images: dict[int, NDArray] = {}  # the image bit of every prompt token, for requests with images
         self.masks: dict[int, Tensor] = {}  # of the next step, by request: set by the engine
         self.num_steps = 0
         self._free = list(range(engine.max_requests - 1, -1, -1))
@@ -119,7 +121,8 @@ class Worker:
         prompt = self._prompt_logprobs(batch, output)
         faults = first_faults(prepared.step, output, staged["slots"].long(), self.engine.max_requests)
         top_n = tuple(self.sampler.admitted[index].top_n for index in active)
-        gathered = Gathered(batch, self.num_steps, top_n, tuple(prompt))
+        first = {number: batch.slots[number].num_computed + 1 for number in prompt}
+        gathered = Gathered(batch, self.num_steps, top_n, first)
         result = gather(gathered, faults, sampled, list(prompt.values()))
         self.advance(prepared)
         for number in batch.sampled:
@@ -149,6 +152,7 @@ class Worker:
         if slot is not None:  # a request may end before it ever ran
             self.sampler.release(slot.index)
             self.embeddings.pop(request_id, None)
+            self.images.pop(request_id, None)
             self._free.append(slot.index)
 
     def _admit(self, request: NewRequest, changes: Changes) -> None:
@@ -161,7 +165,8 @@ class Worker:
         tail_start = max(0, request.num_prompt - self.model.config.window_tokens) if trims else 0
         tokens = np.asarray(request.tokens, dtype=np.int64)
         if request.image_rows is not None:
-            tokens[: request.num_prompt] |= np.where(request.image_rows, IMAGE_BIT, 0)
+            self.images[request.request_id] = np.where(request.image_rows, IMAGE_BIT, 0)
+            tokens[: request.num_prompt] |= self.images[request.request_id]
         changes.put("tokens", index * self.state.max_tokens, tokens)
         counts = np.array([request.num_computed, request.hit_tokens, request.replay_start, tail_start])
         changes.put("counts", index * 4, counts)
@@ -190,7 +195,10 @@ class Worker:
         if running.tokens:
             slot = self._held(running.request_id)
             first = slot.index * self.state.max_tokens + slot.num_computed
-            changes.put("tokens", first, np.asarray(running.tokens, dtype=np.int64))
+            tokens = np.array(running.tokens, dtype=np.int64)
+            images = self.images.get(running.request_id, tokens[:0])[slot.num_computed :]
+            tokens[: len(images)] |= images[: len(tokens)]
+            changes.put("tokens", first, tokens)
             slot.length = slot.num_computed + len(running.tokens)
 
     def _append_pages(
