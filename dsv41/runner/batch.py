@@ -30,6 +30,12 @@ class Slot:
     num_pages: int
     num_window_pages: int
     prompt_logprobs: int | None = None  # alternatives wanted beside each prompt token
+    drafts: tuple[int, ...] = ()  # guesses in the step under way: `length` counts them until it is settled
+
+    def settle(self, num_accepted: int) -> None:
+        """The results of a step with drafts are known: the rows of the others do not count."""
+        self.num_computed -= len(self.drafts) - num_accepted
+        self.length, self.drafts = self.num_computed + 1, ()
 
 
 @dataclass(frozen=True)
@@ -37,13 +43,21 @@ class Batch:
     """B requests, T rows, of which the layers behind the last KV source compute T' (`tail_rows` int64 [T']).
 
     `sample_rows` int64 [S] are the rows of `StepOutput.hidden` (T' of them) that are sampled from, for the
-    requests `sampled` (numbers within the batch)."""
+    requests `sampled` (numbers within the batch). A request with drafts has a row for each of them and one
+    more; `sample_index` int64 [S] counts them from 0.
+    """
 
     slots: tuple[Slot, ...]
     counts: NDArray  # int64 [B]
     tail_rows: NDArray
     sample_rows: NDArray
     sampled: tuple[int, ...]
+    sample_index: NDArray
+
+    @property
+    def num_drafts(self) -> NDArray:
+        """int64 [B]"""
+        return np.array([len(slot.drafts) for slot in self.slots], dtype=np.int64)
 
     @property
     def num_rows(self) -> int:
@@ -73,10 +87,19 @@ def make_batch(slots: list[Slot], counts: list[int]) -> Batch:
         np.arange(end - max(0, count - skip), end)
         for end, count, skip in zip(ends, rows, skipped, strict=True)
     ]
-    sampled = tuple(
-        number
+    tail_ends = np.cumsum([len(part) for part in kept])
+    sampled = [
+        (number, index)
         for number, (slot, count) in enumerate(zip(chosen, rows, strict=True))
         if slot.num_computed + count == slot.length
+        for index in range(1 + len(slot.drafts))
+    ]
+    sample_rows = [tail_ends[number] - 1 - len(chosen[number].drafts) + index for number, index in sampled]
+    return Batch(
+        chosen,
+        rows,
+        np.concatenate(kept),
+        np.array(sample_rows, dtype=np.int64),
+        tuple(number for number, _ in sampled),
+        np.array([index for _, index in sampled], dtype=np.int64),
     )
-    tail_ends = np.cumsum([len(part) for part in kept])
-    return Batch(chosen, rows, np.concatenate(kept), tail_ends[list(sampled)] - 1, sampled)

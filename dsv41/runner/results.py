@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dsv41.model.inputs import StepInputs, StepOutput
 from dsv41.runner.async_output import AsyncResult
-from dsv41.runner.batch import Batch
+from dsv41.runner.batch import Batch, Slot
 from dsv41.runner.sampler import LogProbs, Sampled
 from dsv41.runner.schedule import PromptLogProb, TokenResult
 
@@ -74,33 +74,44 @@ def _prompt(host: dict[str, Tensor], number: int, first: int) -> tuple[PromptLog
 
 
 def results(gathered: Gathered, host: dict[str, Tensor]) -> list[TokenResult]:
-    """A result for each sampled request, each faulty one, and each that got prompt log-probabilities."""
+    """Results for each sampled request, each faulty one, and each that got prompt log-probabilities."""
     batch, made = gathered.batch, []
-    sampled = {number: row for row, number in enumerate(batch.sampled)}
-    tokens, nan, faults = host["tokens"].tolist(), host["nan"].tolist(), host["faults"].tolist()
+    nan, faults = host["nan"].tolist(), host["faults"].tolist()
+    rows_of: dict[int, list[int]] = {number: [] for number in range(len(batch.slots))}
+    for row, number in enumerate(batch.sampled):
+        rows_of[number].append(row)
     for number, slot in enumerate(batch.slots):
-        row = sampled.get(number)
+        rows = rows_of[number]
         first = gathered.prompt_of.get(number)
         prompt = _prompt(host, number, first) if first is not None else ()
-        faulty = faults[number] != NO_FAULT or (row is not None and nan[row])
-        if faulty:
+        if faults[number] != NO_FAULT or any(nan[row] for row in rows):
             where = f"layer {faults[number]}" if faults[number] != NO_FAULT else "the logits"
             error = f"not a finite number in step {gathered.number}, {where}"
             made.append(TokenResult(slot.request_id, -1, error))
-        elif row is None:
-            if prompt:
-                made.append(TokenResult(slot.request_id, -1, prompt_logprobs=prompt))
-        elif gathered.top_n[row] < 0:
-            made.append(TokenResult(slot.request_id, tokens[row], prompt_logprobs=prompt))
-        else:
-            made.append(
-                TokenResult(
-                    slot.request_id,
-                    tokens[row],
-                    logprob=float(host["sampled.chosen"][row]),
-                    rank=int(host["sampled.ranks"][row]),
-                    top_logprobs=_top(host, "sampled", row, gathered.top_n[row]),
-                    prompt_logprobs=prompt,
-                )
-            )
+        elif rows:
+            tokens = [_token(gathered, host, slot, row) for row in rows[: _num_tokens(slot, host, rows)]]
+            if slot.drafts:
+                slot.settle(len(tokens) - 1)
+            made += [replace(tokens[0], prompt_logprobs=prompt), *tokens[1:]]
+        elif prompt:
+            made.append(TokenResult(slot.request_id, -1, prompt_logprobs=prompt))
     return made
+
+
+def _num_tokens(slot: Slot, host: dict[str, Tensor], rows: list[int]) -> int:
+    """The drafts that the model drew itself, and the token after them."""
+    pairs = enumerate(zip(slot.drafts, rows, strict=False))
+    return next((i for i, (draft, row) in pairs if draft != host["tokens"][row]), len(slot.drafts)) + 1
+
+
+def _token(gathered: Gathered, host: dict[str, Tensor], slot: Slot, row: int) -> TokenResult:
+    token = int(host["tokens"][row])
+    if gathered.top_n[row] < 0:
+        return TokenResult(slot.request_id, token)
+    return TokenResult(
+        slot.request_id,
+        token,
+        logprob=float(host["sampled.chosen"][row]),
+        rank=int(host["sampled.ranks"][row]),
+        top_logprobs=_top(host, "sampled", row, gathered.top_n[row]),
+    )

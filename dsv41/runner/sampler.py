@@ -154,6 +154,10 @@ class Sampler:
             ids = self._upload(output, torch.int64)
             self.counts[slot].zero_().scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
 
+    def draws_rows_alone(self, slot: int) -> bool:
+        """Whether a row of the slot's request can be drawn without the tokens of the rows before it."""
+        return "penalties" not in self.admitted[slot].steps
+
     def release(self, slot: int) -> None:
         """The request of `slot` ended or was preempted."""
         del self.admitted[slot]

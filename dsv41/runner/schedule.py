@@ -42,13 +42,18 @@ class NewRequest:
 
 @dataclass(frozen=True)
 class RunningRequest:
-    """A request that the worker holds, and the pages that it got for this step. `tokens`, if any, replace all
-    from the next token to compute on: a forced answer in the place of the sampled one."""
+    """A request that the worker holds, and the pages that it got for this step.
+
+    `tokens`, if any, replace all from the next token to compute on: a forced answer in the place of the
+    sampled one. `draft_tokens` are guesses at the tokens behind the last known one. Each gets a row of this
+    step, and those that the model draws itself are kept: the tokens are those of plain decoding, several a
+    step. The results of such a step must be read before its request is scheduled again."""
 
     request_id: int
     new_pages: tuple[int, ...] = ()
     new_window_pages: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
+    draft_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

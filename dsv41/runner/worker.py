@@ -117,6 +117,7 @@ class Worker:
             active,
             self._masks(batch),
         )
+        accepted = self._accepted(batch, staged, positions, sampled.tokens)
         self.state.tokens[slots, positions] = sampled.tokens.to(torch.int32)
         prompt = self._prompt_logprobs(batch, output)
         faults = first_faults(prepared.step, output, staged["slots"].long(), self.engine.max_requests)
@@ -124,15 +125,33 @@ class Worker:
         first = {number: batch.slots[number].num_computed + 1 for number in prompt}
         gathered = Gathered(batch, self.num_steps, top_n, first)
         result = gather(gathered, faults, sampled, list(prompt.values()))
-        self.advance(prepared)
-        for number in batch.sampled:
+        self.advance(prepared, accepted)
+        for number in set(batch.sampled):
             batch.slots[number].length += 1
         return result
 
-    def advance(self, prepared: Prepared) -> None:
-        """The rows of a step are computed: the next step of its requests starts behind them."""
+    def _accepted(
+        self, batch: Batch, staged: dict[str, Tensor], positions: Tensor, tokens: Tensor
+    ) -> Tensor | None:
+        """How many drafts of each request slot the model drew itself, int64 [R]. None without drafts."""
+        if not batch.num_drafts.any():
+            return None
+        slots, index = staged["sample_slots"].long(), staged["sample_index"].long()
+        differs = self.state.tokens[slots, positions] != tokens
+        is_last = index == staged["sample_drafts"]
+        stop = torch.where(differs | is_last, index, OPEN_ROWS)
+        accepted = torch.full_like(self.state.num_computed, OPEN_ROWS)
+        accepted = accepted.scatter_reduce(0, slots, stop, "amin")
+        return torch.where(accepted == OPEN_ROWS, 0, accepted)
+
+    def advance(self, prepared: Prepared, accepted: Tensor | None = None) -> None:
+        """The rows of a step are computed: the next step of its requests starts behind them, or behind the
+        last accepted draft."""
         staged = prepared.staged
-        self.state.num_computed.index_add_(0, staged["slots"].long(), staged["step_counts"].long())
+        slots, counts = staged["slots"].long(), staged["step_counts"].long()
+        if accepted is not None:
+            counts = counts - staged["step_drafts"] + accepted[slots]
+        self.state.num_computed.index_add_(0, slots, counts)
         for slot, count in zip(prepared.batch.slots, prepared.batch.counts.tolist(), strict=True):
             slot.num_computed += count
 
@@ -192,14 +211,30 @@ class Worker:
 
     def _update(self, running: RunningRequest, changes: Changes) -> None:
         self._append_pages(running.request_id, running.new_pages, running.new_window_pages, changes)
+        slot = self._held(running.request_id)
+        if slot.drafts:
+            raise ValueError(f"request {slot.request_id} is scheduled before its drafts' results are read")
         if running.tokens:
-            slot = self._held(running.request_id)
             first = slot.index * self.state.max_tokens + slot.num_computed
             tokens = np.array(running.tokens, dtype=np.int64)
             images = self.images.get(running.request_id, tokens[:0])[slot.num_computed :]
             tokens[: len(images)] |= images[: len(tokens)]
             changes.put("tokens", first, tokens)
             slot.length = slot.num_computed + len(running.tokens)
+        if running.draft_tokens:
+            self._add_drafts(slot, running.draft_tokens, changes)
+
+    def _add_drafts(self, slot: Slot, drafts: tuple[int, ...], changes: Changes) -> None:
+        room = min(OPEN_ROWS - 1, self.state.max_tokens - 1 - slot.length)
+        if len(drafts) > room:
+            raise ValueError(f"request {slot.request_id} has {len(drafts)} draft tokens and room for {room}")
+        if not self.sampler.draws_rows_alone(slot.index) or slot.request_id in self.masks:
+            raise ValueError(
+                f"request {slot.request_id} has penalties or a token mask: each token depends on the last"
+            )
+        first = slot.index * self.state.max_tokens + slot.length
+        changes.put("tokens", first, np.array(drafts, dtype=np.int64))
+        slot.drafts, slot.length = drafts, slot.length + len(drafts)
 
     def _append_pages(
         self, request_id: int, pages: Sequence[int], window_pages: Sequence[int], changes: Changes
@@ -212,14 +247,18 @@ class Worker:
         slot.num_window_pages += len(window_pages)
 
     def _stage(self, batch: Batch, changes: Changes) -> dict[str, Tensor]:
-        sampled = [batch.slots[number] for number in batch.sampled]
+        sampled, numbers = [batch.slots[number] for number in batch.sampled], list(batch.sampled)
+        sample_drafts = batch.num_drafts[numbers]
         arrays = changes.arrays() | {
             "slots": np.array([slot.index for slot in batch.slots]),
             "step_counts": batch.counts,
             "tail_rows": batch.tail_rows if batch.has_tail else np.empty(0, dtype=np.int64),
             "sample_rows": batch.sample_rows,
             "sample_slots": np.array([slot.index for slot in sampled], dtype=np.int64),
-            "sample_counts": batch.counts[list(batch.sampled)],
+            "sample_counts": batch.counts[numbers] - sample_drafts + batch.sample_index,
+            "sample_index": batch.sample_index,
+            "sample_drafts": sample_drafts,
+            "step_drafts": batch.num_drafts,
             "sample_prompts": np.array([slot.num_prompt for slot in sampled], dtype=np.int64),
         }
         staged = self.staging.send(arrays)
