@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import NoReturn
 
-from dsv41.config import PREFIX_MODES, Numerics
+from dsv41.config import ENGRAM_TABLES, PREFIX_MODES, Numerics
 from dsv41.presets import PRESETS
 from dsv41.runner.load import LOAD_FORMATS
 
@@ -59,6 +59,7 @@ def _shared() -> Parser:
     )
     shared.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the config")
     shared.add_argument("--load-format", choices=LOAD_FORMATS, default="auto")
+    shared.add_argument("--engram-tables", choices=ENGRAM_TABLES, default="device", help="where they live")
     shared.add_argument("--seed", type=_count, default=0)
     shared.add_argument("--device", type=_device, default="auto", help="auto, cpu, cuda or cuda:N")
     shared.add_argument("--numerics", choices=[choice.value for choice in Numerics])

@@ -295,7 +295,8 @@ def _load(args: argparse.Namespace, plan: Blueprint) -> Model:
             args.say(f"loaded {done / total:.0%} of {report.size(total)}")
 
     args.say(f"loading {plan.source}: {report.size(needed)}")
-    model = load(plan, load_format=args.load_format, seed=args.seed, progress=progress)
+    where = EngineConfig(engram_tables=args.engram_tables)
+    model = load(plan, load_format=args.load_format, seed=args.seed, engine=where, progress=progress)
     args.say(str(model.report) if model.report else "the weights are stand-ins: the text means nothing")
     return model
 

@@ -57,8 +57,9 @@ class Alone:
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("length", [1, 2, 10, 11])
 def test_every_accept_count_is_followed_by_plain_decoding(params: SamplingParams, length: int) -> None:
-    """Every number of drafts, the first wrong one at every place, on odd and even positions; ten steps behind it.
-    Catches a row kept beyond the accepted ones, a pair left open by a rejected row, a draft in Engram's history."""
+    """Every number of drafts, the first wrong one at every place, on odd and even positions; ten steps behind
+    it. Catches a row kept beyond the accepted ones, a pair left open by a rejected row, a draft in
+    Engram's history."""
     truth = plain(params, length)
     for count in range(1, 6):
         for accepted in range(count + 1):
