@@ -1,21 +1,24 @@
 """Sparse attention on Hopper, straight from packed pages (Triton's Gluon, wgmma).
 
-Layout. A persistent grid of one CTA an SM. An item is a row, or one of several contiguous ranges of a row's
-64-key tiles (window tiles first, then selected states). Shared memory, about 206 KB: Q [64, 512], two buffers
-K [64, 512] (bf16, 128-byte swizzle, keys and values at once), P [64, 64], a bias per key (0 or -inf). Eight
-consumer warps run QK (each warpgroup half of the keys), softmax and PV (each warpgroup half of the channels);
-four or eight producer warps gather records, decode them to bf16 in registers and store them to a K buffer.
-Fewer than 64 heads are padded with zeros.
+Layout. A persistent grid, one CTA an SM. An item is a row, or one of several contiguous ranges of a row's
+64-key tiles (window tiles first, then selected states). Shared memory, about 206 KB: Q [64, 512], two
+buffers K [64, 512] (bf16, 128-byte swizzle; a tile is keys and values at once), P [64, 64], a bias per key
+(0 or -inf). Eight consumer warps run QK (each warpgroup half of the keys), softmax and PV (each warpgroup
+half of the channels); four or eight producer warps gather records, decode them to bf16 in registers and
+store them to a free K buffer. The next row's Q is copied in behind the last softmax and product of the row
+before. Fewer than 64 heads are padded.
 
-Grid. `rows` over `sms` CTAs leaves a last wave of `rows % sms` rows: those are split over keys so that they fill
-the machine, and `_combine` merges their fp32 partial results. With few rows the last wave is all there is.
-`deterministic` never splits: one item a row, so a row's bits cannot depend on the rows beside it.
+Grid. T rows over S SMs leave a last wave of T % S rows; those are split over keys so that they fill the
+machine, and `_combine` merges their fp32 partial results. With few rows the last wave is all there is (grid
+[splits, rows]). `deterministic` never splits: one item a row, so a row's bits cannot depend on the rows
+beside it.
 
-The trick. A code becomes bf16 without a table: its bits move into the sign, exponent and mantissa fields, and one
-bf16x2 product with a power of two (times the e4m3 scale of an fp4 block) makes the value, subnormal codes
-included. Every K tile holds true values times 2^-9, which keeps that factor inside bf16's range; the softmax
-scale and the output give it back. The decode pairs channels (r, r + 4) of eight and a lane owns 32 channels, so
-the channels of Q and K stand permuted in shared memory (`_channel`), and the output is stored back in order.
+The trick. A code becomes bf16 without a table: its bits move into the sign, exponent and mantissa fields,
+and one bf16x2 product with a power of two (times the e4m3 scale of an fp4 block) makes the value, subnormal
+codes included. Every K tile holds true values times 2^-9, which keeps that factor inside bf16's range; the
+softmax scale and the output give it back. A lane decodes 32 channels and its four 16-byte stores must not
+meet other lanes' banks, so the groups of 8 channels stand permuted in shared memory (`_channel`), in K, in
+Q and in the staged output alike.
 
 A record's scales are taken as finite: e8m0 bytes above 143 (2^16) count as 143, NaN codes count as numbers.
 """
@@ -30,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -54,43 +58,37 @@ KINDS = MappingProxyType({
 })  # fmt: skip
 ROPE_DIM = 64  # of `mixed_584`, the one record whose bytes depend on it
 
-# Eight fp4 codes of one word -> four bf16 pairs (r, r + 4), which lie 16 bits apart in the word.
+# Eight fp4 codes of one word -> four bf16 pairs. A byte holds a pair; a copy of the word four bits higher
+# brings the even code to where the odd one stands in its own byte.
 _FP4 = tl.constexpr("""{
-.reg .b32 t, u;
-shl.b32 t, $4, 6; and.b32 t, t, 0x01C001C0; shl.b32 u, $4, 12; lop3.b32 t, u, 0x80008000, t, 0xEA;
-mul.rn.bf16x2 $0, t, $5;
-shl.b32 t, $4, 2; and.b32 t, t, 0x01C001C0; shl.b32 u, $4, 8; lop3.b32 t, u, 0x80008000, t, 0xEA;
-mul.rn.bf16x2 $1, t, $5;
-shr.u32 t, $4, 2; and.b32 t, t, 0x01C001C0; shl.b32 u, $4, 4; lop3.b32 t, u, 0x80008000, t, 0xEA;
-mul.rn.bf16x2 $2, t, $5;
-shr.u32 t, $4, 6; and.b32 t, t, 0x01C001C0; lop3.b32 t, $4, 0x80008000, t, 0xEA;
-mul.rn.bf16x2 $3, t, $5;
+.reg .b32 v, t, u;
+shl.b32 v, $4, 4;
+prmt.b32 t, v, $4, 0x4400; shr.u32 u, t, 6; and.b32 u, u, 0x01C001C0; lop3.b32 u, t, 0x80008000, u, 0xEA;
+mul.rn.bf16x2 $0, u, $5;
+prmt.b32 t, v, $4, 0x5511; shr.u32 u, t, 6; and.b32 u, u, 0x01C001C0; lop3.b32 u, t, 0x80008000, u, 0xEA;
+mul.rn.bf16x2 $1, u, $5;
+prmt.b32 t, v, $4, 0x6622; shr.u32 u, t, 6; and.b32 u, u, 0x01C001C0; lop3.b32 u, t, 0x80008000, u, 0xEA;
+mul.rn.bf16x2 $2, u, $5;
+prmt.b32 t, v, $4, 0x7733; shr.u32 u, t, 6; and.b32 u, u, 0x01C001C0; lop3.b32 u, t, 0x80008000, u, 0xEA;
+mul.rn.bf16x2 $3, u, $5;
 }""")
-# Eight e4m3 codes of two words -> four bf16 pairs (r, r + 4).
+# Eight e4m3 codes of two words -> four bf16 pairs.
 _FP8 = tl.constexpr("""{
 .reg .b32 t, u;
-prmt.b32 t, $4, $5, 0x4404; shr.u32 u, t, 4; and.b32 u, u, 0x07F007F0; lop3.b32 u, t, 0x80008000, u, 0xEA;
+prmt.b32 t, $4, $4, 0x1100; shr.u32 u, t, 4; and.b32 u, u, 0x07F007F0; lop3.b32 u, t, 0x80008000, u, 0xEA;
 mul.rn.bf16x2 $0, u, $6;
-prmt.b32 t, $4, $5, 0x5515; shr.u32 u, t, 4; and.b32 u, u, 0x07F007F0; lop3.b32 u, t, 0x80008000, u, 0xEA;
+prmt.b32 t, $4, $4, 0x3322; shr.u32 u, t, 4; and.b32 u, u, 0x07F007F0; lop3.b32 u, t, 0x80008000, u, 0xEA;
 mul.rn.bf16x2 $1, u, $6;
-prmt.b32 t, $4, $5, 0x6626; shr.u32 u, t, 4; and.b32 u, u, 0x07F007F0; lop3.b32 u, t, 0x80008000, u, 0xEA;
+prmt.b32 t, $5, $5, 0x1100; shr.u32 u, t, 4; and.b32 u, u, 0x07F007F0; lop3.b32 u, t, 0x80008000, u, 0xEA;
 mul.rn.bf16x2 $2, u, $6;
-prmt.b32 t, $4, $5, 0x7737; shr.u32 u, t, 4; and.b32 u, u, 0x07F007F0; lop3.b32 u, t, 0x80008000, u, 0xEA;
+prmt.b32 t, $5, $5, 0x3322; shr.u32 u, t, 4; and.b32 u, u, 0x07F007F0; lop3.b32 u, t, 0x80008000, u, 0xEA;
 mul.rn.bf16x2 $3, u, $6;
 }""")
-# Eight bf16 values of four words -> four pairs (r, r + 4), times 2^-9.
-_BF16 = tl.constexpr("""{
-.reg .b32 t, c;
-mov.b32 c, 0x3B003B00;
-prmt.b32 t, $4, $6, 0x5410; mul.rn.bf16x2 $0, t, c;
-prmt.b32 t, $4, $6, 0x7632; mul.rn.bf16x2 $1, t, c;
-prmt.b32 t, $5, $7, 0x5410; mul.rn.bf16x2 $2, t, c;
-prmt.b32 t, $5, $7, 0x7632; mul.rn.bf16x2 $3, t, c;
-}""")
+_BF16 = tl.constexpr("{ .reg .b32 c; mov.b32 c, 0x3B003B00; mul.rn.bf16x2 $0, $1, c; }")  # times 2^-9
 _OUT = tl.constexpr("=&r,=&r,=&r,=&r,")
 
 
-# --- Work ----------------------------------------------------------------------------------------------------
+# --- Work -----------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -133,7 +131,7 @@ def _channel(chunk_column):
     return (chunk_column % 16) * 4 + chunk_column // 16
 
 
-# --- Producer ------------------------------------------------------------------------------------------------
+# --- Producer -------------------------------------------------------------------------------------
 
 
 @gluon.constexpr_function
@@ -154,7 +152,7 @@ def _load_words(cache, chunk, live, KEYS: gl.constexpr, W: gl.constexpr, LW: gl.
 @gluon.jit
 def _load(cache, page_bytes, slot, PAGE: gl.constexpr, STRIDE: gl.constexpr, SCALE0: gl.constexpr,
           SCALE_STRIDE: gl.constexpr, KIND: gl.constexpr, KEYS: gl.constexpr, LW: gl.constexpr):  # fmt: skip
-    """slot int32 [KEYS] -> (words, more words of `mixed`, scales [KEYS, 16]) as read; nothing where slot < 0."""
+    """slot int32 [KEYS] -> (words, more words of `mixed`, scales [KEYS, 16]) as read; 0 where slot < 0."""
     W: gl.constexpr = _lane_words(KIND)
     lane = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, LW))), 0)
     slot = gl.expand_dims(gl.maximum(slot, -1), 1)
@@ -202,17 +200,18 @@ def _decode_fp8(words, scale, KEYS: gl.constexpr):
     factor = ((gl.minimum(scale, 143) + 111) << 7) * 0x10001  # 2^(byte - 127 + 120 - 9), twice
     factor = gl.convert_layout(factor, gl.SliceLayout(2, low.type.layout), assert_trivial=True)
     factor, _ = gl.broadcast(gl.expand_dims(factor, 2), low)
-    return gl.inline_asm_elementwise(_FP8, _OUT + "r,r,r", [low, high, factor],
-                                     dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
+    return gl.inline_asm_elementwise(
+        _FP8, _OUT + "r,r,r", [low, high, factor],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
 
 
 @gluon.jit
 def _decode_bf16(words, KEYS: gl.constexpr, CHUNKS: gl.constexpr):
+    words = gl.inline_asm_elementwise(_BF16, "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1)
     even, odd = gl.split(gl.reshape(words, [KEYS, 16, CHUNKS, 2, 2]))
     w0, w2 = gl.split(even)
     w1, w3 = gl.split(odd)
-    return gl.inline_asm_elementwise(_BF16, _OUT + "r,r,r,r", [w0, w1, w2, w3],
-                                     dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
+    return w0, w1, w2, w3
 
 
 @gluon.jit
@@ -227,11 +226,11 @@ def _rope_or(rope_low, rope_high, values, KEYS: gl.constexpr):
 
 @gluon.jit
 def _decode(words, more, scale, KIND: gl.constexpr, KEYS: gl.constexpr, LW: gl.constexpr):
-    """What `_load` read -> four int32 [KEYS, 16, 4]: bf16 pairs (r, r + 4) of every group of 8 channels."""
+    """What `_load` read -> four int32 [KEYS, 16, 4]: the bf16 pairs of every group of 8 channels."""
     if KIND == FP4:
         r0, r1, r2, r3 = gl.inline_asm_elementwise(
             _FP4, _OUT + "r,r", [words, _fp4_factor(scale, LW)],
-            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1)  # fmt: skip
     elif KIND == BF16:
         r0, r1, r2, r3 = _decode_bf16(words, KEYS, 4)
     else:
@@ -247,13 +246,18 @@ def _decode(words, more, scale, KIND: gl.constexpr, KEYS: gl.constexpr, LW: gl.c
 
 
 @gluon.jit
-def _put(k, bias, words, more, scale, slot, AT: gl.constexpr, KIND: gl.constexpr, KEYS: gl.constexpr,
-         LW: gl.constexpr):  # fmt: skip
-    """Decode KEYS keys into rows AT.. of a K buffer: 16-byte stores, eight lanes to eight bank groups."""
-    r0, r1, r2, r3 = _decode(words, more, scale, KIND, KEYS, LW)
+def _store_keys(k, bias, pairs, slot, AT: gl.constexpr, KEYS: gl.constexpr):
+    """Decoded keys into rows AT.. of a K buffer: 16-byte stores, eight lanes to eight bank groups."""
+    r0, r1, r2, r3 = pairs
     pairs = gl.permute(gl.join(gl.join(r0, r2), gl.join(r1, r3)), (0, 2, 1, 3, 4))
     k.slice(AT, KEYS, 0).store(gl.reshape(pairs, [KEYS, DIM // 2]))
     bias.slice(AT, KEYS, 0).store(gl.where(slot >= 0, 0.0, float("-inf")))
+
+
+@gluon.jit
+def _put(k, bias, words, more, scale, slot, AT: gl.constexpr, KIND: gl.constexpr, KEYS: gl.constexpr,
+         LW: gl.constexpr):  # fmt: skip
+    _store_keys(k, bias, _decode(words, more, scale, KIND, KEYS, LW), slot, AT, KEYS)
 
 
 @gluon.jit
@@ -274,7 +278,8 @@ def _fill(cache, page_bytes, slots, count, first, end, fills, k_s, bias_s, full,
     KEYS: gl.constexpr = 16
     LW: gl.constexpr = gl.BlockedLayout([1, 1, _lane_words(KIND)], [2, 16, 1], [WARPS, 1, 1], [2, 1, 0])
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    EARLY: gl.constexpr = KIND == FP4 or KIND == FP8
+    EARLY: gl.constexpr = KIND == FP4 or KIND == FP8  # noqa: SIM109 (`in` is not traced)
+    DECODE_EARLY: gl.constexpr = KIND == FP4 and WARPS == 8
     for tile in range(first, end):
         s0 = _slots(slots, tile * TILE, count, KEYS, LW)
         s1 = _slots(slots, tile * TILE + 16, count, KEYS, LW)
@@ -285,16 +290,25 @@ def _fill(cache, page_bytes, slots, count, first, end, fills, k_s, bias_s, full,
         if EARLY:
             x2, y2, e2 = _load(cache, page_bytes, s2, PAGE, STRIDE, SCALE0, SCALE_STRIDE, KIND, KEYS, LW)
             x3, y3, e3 = _load(cache, page_bytes, s3, PAGE, STRIDE, SCALE0, SCALE_STRIDE, KIND, KEYS, LW)
+        if DECODE_EARLY:
+            d0 = _decode(x0, y0, e0, KIND, KEYS, LW)
+            d1 = _decode(x1, y1, e1, KIND, KEYS, LW)
+            d2 = _decode(x2, y2, e2, KIND, KEYS, LW)
         buffer = fills & 1
         mbarrier.wait(empty.index(buffer), ((fills >> 1) & 1) ^ 1)
         k = k_s.index(buffer)._reinterpret(gl.int32, [TILE, DIM // 2], WORDS)
         bias = bias_s.index(buffer)
-        _put(k, bias, x0, y0, e0, s0, 0, KIND, KEYS, LW)
-        _put(k, bias, x1, y1, e1, s1, 16, KIND, KEYS, LW)
-        if not EARLY:
-            x2, y2, e2 = _load(cache, page_bytes, s2, PAGE, STRIDE, SCALE0, SCALE_STRIDE, KIND, KEYS, LW)
-            x3, y3, e3 = _load(cache, page_bytes, s3, PAGE, STRIDE, SCALE0, SCALE_STRIDE, KIND, KEYS, LW)
-        _put(k, bias, x2, y2, e2, s2, 32, KIND, KEYS, LW)
+        if DECODE_EARLY:
+            _store_keys(k, bias, d0, s0, 0, KEYS)
+            _store_keys(k, bias, d1, s1, 16, KEYS)
+            _store_keys(k, bias, d2, s2, 32, KEYS)
+        else:
+            _put(k, bias, x0, y0, e0, s0, 0, KIND, KEYS, LW)
+            _put(k, bias, x1, y1, e1, s1, 16, KIND, KEYS, LW)
+            if not EARLY:
+                x2, y2, e2 = _load(cache, page_bytes, s2, PAGE, STRIDE, SCALE0, SCALE_STRIDE, KIND, KEYS, LW)
+                x3, y3, e3 = _load(cache, page_bytes, s3, PAGE, STRIDE, SCALE0, SCALE_STRIDE, KIND, KEYS, LW)
+            _put(k, bias, x2, y2, e2, s2, 32, KIND, KEYS, LW)
         _put(k, bias, x3, y3, e3, s3, 48, KIND, KEYS, LW)
         fence_async_shared()
         mbarrier.arrive(full.index(buffer), count=1)
@@ -308,7 +322,7 @@ def _producer(work, window_args, state_args, smem, WINDOW: gl.constexpr, STATE: 
     num_items, full_rows, splits = work
     window, window_bytes, window_slots, window_row, num_window = window_args
     states, state_bytes, state_slots, state_row, num_states = state_args
-    q_s, k_s, p_s, bias_s, full, empty = smem
+    _, k_s, _, bias_s, full, empty = smem
     window_tiles = (num_window + TILE - 1) // TILE
     num_tiles = window_tiles + (num_states + TILE - 1) // TILE
     fills = 0
@@ -328,7 +342,7 @@ def _producer(work, window_args, state_args, smem, WINDOW: gl.constexpr, STATE: 
                       STATE[0], STATE[1], STATE[2], STATE[3], STATE[4], WARPS)  # fmt: skip
 
 
-# --- Consumer ------------------------------------------------------------------------------------------------
+# --- Consumer -------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -347,16 +361,17 @@ def _head_mask(NUM_HEADS: gl.constexpr, LR: gl.constexpr):
 
 
 @gluon.jit
-def _load_q(q, NUM_HEADS: gl.constexpr, Q_HEAD: gl.constexpr, LR: gl.constexpr):
-    """A row's heads, zeros beyond the last one."""
-    return gl.load(q + _offsets(Q_HEAD, LR), mask=_head_mask(NUM_HEADS, LR), other=0.0)
+def _copy_q(q, q_s, NUM_HEADS: gl.constexpr, Q_HEAD: gl.constexpr, LR: gl.constexpr):
+    """Start copying a row's heads. What stands in the rest of Q only ever reaches heads that are not stored."""
+    async_copy.async_copy_global_to_shared(q_s, q + _offsets(Q_HEAD, LR), mask=_head_mask(NUM_HEADS, LR))
+    async_copy.commit_group()
 
 
 @gluon.jit
-def _store_q(x, q_s):
-    x = gl.permute(gl.reshape(x, [HEADS, DIM // 8, 2, 4]), (0, 1, 3, 2))
-    q_s.store(gl.reshape(x, [HEADS, DIM]))
+def _await_q():
+    async_copy.wait_group(0)
     fence_async_shared()
+    gl.thread_barrier()
 
 
 @gluon.jit
@@ -369,10 +384,8 @@ def _softmax(s, bias, peak, softmax_scale):
 
 @gluon.jit
 def _store_row(out, k, NUM_HEADS: gl.constexpr, LR: gl.constexpr):
-    """A row of the output from the K buffer that holds it: undo the channel order, 16-byte stores."""
-    x = gl.permute(gl.reshape(k.load(LR), [HEADS, DIM // 8, 4, 2]), (0, 1, 3, 2))
-    x = gl.convert_layout(gl.reshape(x, [HEADS, DIM]), LR)
-    gl.store(out + _offsets(DIM, LR), x, mask=_head_mask(NUM_HEADS, LR))
+    """A row of the output from the K buffer that holds it, in 16-byte pieces to where they belong."""
+    gl.store(out + _offsets(DIM, LR), k.load(LR), mask=_head_mask(NUM_HEADS, LR))
 
 
 @gluon.jit
@@ -405,8 +418,8 @@ def _consumer(work, q_args, out_args, num_tiles, softmax_scale, smem, NUM_HEADS:
     LR: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     first_item, end_item, step = _items(num_items, FEW)
     row, first, end = _item(first_item, full_rows, splits, num_tiles, FEW)
-    _store_q(_load_q(q + row.to(gl.int64) * q_row, NUM_HEADS, Q_HEAD, LR), q_s)
-    gl.thread_barrier()
+    _copy_q(q + row.to(gl.int64) * q_row, q_s, NUM_HEADS, Q_HEAD, LR)
+    _await_q()
     uses = 0
     for item in range(first_item, end_item, step):
         row, first, end = _item(item, full_rows, splits, num_tiles, FEW)
@@ -432,6 +445,12 @@ def _consumer(work, q_args, out_args, num_tiles, softmax_scale, smem, NUM_HEADS:
             acc = warpgroup_mma_wait(1, deps=[acc_next])
             mbarrier.arrive(empty.index(buffer), count=1)
             s = warpgroup_mma_wait(0, deps=[s_next])
+        if not FEW:
+            # The next Q comes in behind the last softmax and product.
+            gl.thread_barrier()  # the other warpgroup may still multiply with this Q
+            if item + step < end_item:
+                next_row, _, _ = _item(item + step, full_rows, splits, num_tiles, FEW)
+                _copy_q(q + next_row.to(gl.int64) * q_row, q_s, NUM_HEADS, Q_HEAD, LR)
         buffer = uses & 1
         uses += 1
         p, peak, shrink = _softmax(s, bias_s.index(buffer).load(KEY), peak, softmax_scale)
@@ -451,21 +470,15 @@ def _consumer(work, q_args, out_args, num_tiles, softmax_scale, smem, NUM_HEADS:
                 o = (acc * gl.convert_layout(inverse, RP)[:, None]).to(gl.bfloat16)
                 gl.thread_barrier()  # the other warpgroup may still multiply with this buffer
                 k.store(o)
-            else:
-                _store_part(item - full_rows, part, ml, acc, peak, total, NUM_HEADS, LP, LS)
-            # The next Q is on its way while this output leaves.
-            next_row, _, _ = _item(item + step, full_rows, splits, num_tiles, FEW)
-            next_row = gl.where(item + step < num_items, next_row, 0)
-            q_next = _load_q(q + next_row.to(gl.int64) * q_row, NUM_HEADS, Q_HEAD, LR)
-            if item < full_rows:
                 gl.thread_barrier()
                 _store_row(out + row.to(gl.int64) * (NUM_HEADS * DIM), k, NUM_HEADS, LR)
+            else:
+                _store_part(item - full_rows, part, ml, acc, peak, total, NUM_HEADS, LP, LS)
             mbarrier.arrive(empty.index(buffer), count=1)
-            _store_q(q_next, q_s)
-            gl.thread_barrier()
+            _await_q()
 
 
-# --- Kernels -------------------------------------------------------------------------------------------------
+# --- Kernels --------------------------------------------------------------------------------------
 
 _PLAIN = ("num_items", "full_rows", "splits", "num_window", "num_states", "window_row", "state_row")
 
@@ -520,11 +533,11 @@ def _combine(part, ml, sink, out, num_heads, splits, first_row, PARTS: tl.conste
     at = part + item.to(tl.int64)[:, None] * (64 * DIM) + head * DIM + place[None, :]
     o = tl.sum(tl.load(at, mask=live[:, None], other=0.0) * (weight * inverse)[:, None], 0)
     chunk = place // 8
-    channel = ((chunk % 16) * 4 + chunk // 16) * 8 + (place % 8) // 2 + 4 * (place % 2)
+    channel = ((chunk % 16) * 4 + chunk // 16) * 8 + place % 8
     tl.store(out + ((first_row + row).to(tl.int64) * num_heads + head) * DIM + channel, o.to(tl.bfloat16))
 
 
-# --- Host ----------------------------------------------------------------------------------------------------
+# --- Host -----------------------------------------------------------------------------------------
 
 
 def why_not(hardware: object, record: str | None) -> str | None:
@@ -543,7 +556,7 @@ def plan_splits(rows: int, num_tiles: int, sms: int, deterministic: bool) -> tup
 
 
 def record_layout(record: str, page_states: int) -> tuple[int, ...]:
-    """What the producer is specialised on: states a page, byte stride of states, of scales, and the decoder."""
+    """What a producer is specialised on: states a page, stride of data, place and stride of scales, decoder."""
     data, scales = records.regions(record, page_states, HEAD_DIM, ROPE_DIM)
     return page_states, data.stride, scales.offset, scales.stride, KINDS[record].value
 
@@ -557,8 +570,8 @@ def specialisation(
     num_heads: int = MAX_HEADS,
     q_head: int = HEAD_DIM,
 ) -> dict[str, object]:
-    """Compile-time arguments of `_attend`. `few`: an item is a few tiles, so the producers' latency is bare: four
-    warps with wider products beside them. Otherwise their throughput counts: eight warps."""
+    """Compile-time arguments of `_attend`. `few`: an item is a few tiles and its latency counts, so four producer
+    warps with more registers, and wider products. Otherwise their throughput counts: eight warps."""
     return {
         "NUM_HEADS": num_heads,
         "Q_HEAD": q_head,
@@ -585,7 +598,7 @@ def _page_bytes(record: str, cache: Tensor, page_states: int) -> int:
         payload = records.page_bytes(record, page_states, HEAD_DIM, ROPE_DIM)
         assert cache.shape[1] >= payload, f"a page needs {payload} bytes, it has {cache.shape[1]}"
     page_bytes = cache.stride(0) * cache.element_size()
-    assert page_bytes % 16 == 0 and cache.data_ptr() % 16 == 0, f"{record} pages must start at 16-byte units"
+    assert (page_bytes | cache.data_ptr()) % 16 == 0, f"{record} pages must start at multiples of 16 bytes"
     return page_bytes
 
 
@@ -608,7 +621,8 @@ def sparse_attention(
         f"the kernel holds at most {MAX_HEADS} heads of {HEAD_DIM}, got {heads} of {dim}"
     )
     assert q.dtype == torch.bfloat16, f"queries are bf16, got {q.dtype}"
-    assert sink.dtype == torch.float32 and sink.is_contiguous(), "sinks are contiguous fp32"
+    assert sink.dtype == torch.float32, f"sinks are fp32, got {sink.dtype}"
+    sink = sink.contiguous()
     mixed = "mixed_584" in (window_record, state_record)
     assert rope_dim == ROPE_DIM or not mixed, f"mixed_584 keeps {ROPE_DIM} bf16 values, not {rope_dim}"
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -618,7 +632,7 @@ def sparse_attention(
         return out
     if num_tiles == 0:
         return out.zero_()
-    if q.stride(2) != 1 or q.stride(0) % 8 or q.stride(1) % 8 or q.data_ptr() % 16:
+    if q.stride(2) != 1 or (q.stride(0) | q.stride(1)) % 8 or q.data_ptr() % 16:
         q = q.contiguous()
     window_slots = window_slots if window_slots.stride(1) == 1 else window_slots.contiguous()
     state_slots = state_slots if state_slots.stride(1) == 1 else state_slots.contiguous()
