@@ -24,7 +24,7 @@ from dsv41.runner.load import Model, load_by_name
 from dsv41.runner.request import Request, SamplingParams
 from dsv41.runner.schedule import PromptLogProb, TokenResult
 from dsv41.runner.scheduler import Event, Scheduler
-from dsv41.runner.snapshot import Snapshot, restore, take
+from dsv41.runner.snapshot import Snapshot, restore, signature, take
 from dsv41.runner.worker import Run, Worker
 
 Prompt = str | Sequence[int]
@@ -106,11 +106,16 @@ class LLM:
         tokens = self._encode(prompt)
         params.validate_for(self.model.config.vocab_size)
         request = Request(next(self._ids), tokens, params, num_prompt=len(tokens))
-        if embeddings is not None and image_rows is not None:
-            if len(image_rows) != len(tokens) or embeddings.shape[0] != len(tokens):
-                raise ValueError("image_rows and embeddings must have one entry for every prompt token")
+        if image_rows is not None or embeddings is not None:
+            if (
+                image_rows is None
+                or embeddings is None
+                or not len(tokens) == len(image_rows) == len(embeddings)
+            ):
+                raise ValueError("image_rows and embeddings must both have one entry for every prompt token")
             request.image_rows, request.embeddings = tuple(image_rows), embeddings
-            request.salt = hashlib.sha256(embeddings.float().cpu().numpy().tobytes()).digest()
+            content = bytes(image_rows) + embeddings.float().cpu().numpy().tobytes()
+            request.salt = hashlib.sha256(content).digest()
         self.scheduler.add(request)
         return request
 
@@ -222,20 +227,22 @@ class LLM:
         """Everything that another engine of the same model needs to go on with a running request
         (runner/snapshot.py). Raises ValueError for a request that has not started or has ended."""
         self._drain()
-        return take(request, self.worker, self.engine.page_tokens)
+        return take(request, self.worker)
 
     def import_state(self, snapshot: Snapshot) -> Request:
         """Go on with a request of another engine; nothing is computed again. Raises ValueError for one that
         does not fit, MemoryError when slots or pages are short; nothing is changed then."""
-        if snapshot.page_tokens != self.engine.page_tokens:
-            raise ValueError(
-                f"the snapshot has pages of {snapshot.page_tokens} tokens, not {self.engine.page_tokens}"
-            )
+        if snapshot.signature != signature(self.model):
+            raise ValueError("the snapshot is of another model, numerics, records or page size")
+        snapshot.params.validate_for(self.model.config.vocab_size)
         request = Request(
             next(self._ids),
             list(snapshot.tokens),
             snapshot.params,
             num_prompt=snapshot.num_prompt,
+            salt=snapshot.salt,
+            image_rows=snapshot.image_rows,
+            embeddings=snapshot.embeddings,
             open_groups=snapshot.open_groups,
         )
         self.scheduler.resume(request, snapshot.num_computed)

@@ -156,11 +156,11 @@ def backend_lines(backends: Backends, hardware: Hardware) -> list[str]:
 
 
 def implementations(family: str) -> list[str]:
-    """The implementation files of an op family."""
+    """The implementations of an op family: one word each; `triton_topk.py` is a part of `triton.py`."""
     spec = importlib.util.find_spec(f"dsv41.ops.{family}")
     folders = spec.submodule_search_locations if spec is not None else None
     assert folders, f"no op family {family}"
-    return [item.name for item in pkgutil.iter_modules(folders) if item.name != "op"]
+    return [item.name for item in pkgutil.iter_modules(folders) if item.name != "op" and "_" not in item.name]
 
 
 def _verdict(family: str, impl: str, hardware: Hardware, record: str | None) -> str:

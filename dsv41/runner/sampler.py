@@ -273,6 +273,12 @@ class Sampler:
         logits = torch.where(self.in_prompt[slots] | is_in_output, scaled, logits)
         return logits - (frequency * counts + presence * is_in_output)
 
+    def recount(self, slot: int, output: Tensor) -> None:
+        """The output of a slot's request is `output` int [n], whatever was counted before."""
+        if self.counts is not None and "penalties" in self.admitted[slot].steps:
+            ones = torch.ones_like(output, dtype=self.counts.dtype)
+            self.counts[slot].zero_().scatter_add_(0, output.long(), ones)
+
     def count(self, slots: Tensor, tokens: Tensor) -> None:
         """Add tokens [n] to the outputs of their slots [n]; slot -1 counts nothing."""
         assert self.counts is not None

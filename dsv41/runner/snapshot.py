@@ -11,10 +11,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv41.backends import RECORD_FIELDS, Backends
+from dsv41.config import ModelConfig
 from dsv41.model.caches import KVCaches
-from dsv41.model.layout import NULL_PAGE
+from dsv41.model.layout import NULL_PAGE, CacheLayout
+from dsv41.runner.load import Model
 from dsv41.runner.request import Request, SamplingParams
 from dsv41.runner.worker import Worker
+
+Signature = tuple[ModelConfig, Backends, CacheLayout]
+
+
+def signature(model: Model) -> Signature:
+    """What must be equal on both sides: config and numerics, records, page layout."""
+    records_only = Backends(**{name: getattr(model.backends, name) for name in RECORD_FIELDS})
+    return model.config, records_only, model.layout
 
 
 @dataclass(frozen=True)
@@ -26,7 +37,10 @@ class Snapshot:
     num_prompt: int
     num_computed: int
     params: SamplingParams
-    page_tokens: int
+    signature: Signature
+    salt: bytes
+    image_rows: tuple[bool, ...] | None
+    embeddings: Tensor | None
     states: dict[int, Tensor]
     index_k: dict[int, Tensor]
     window: dict[int, Tensor]
@@ -44,10 +58,12 @@ def _held(request: Request) -> tuple[list[int], list[int]]:
 
 
 @torch.inference_mode()
-def take(request: Request, worker: Worker, page_tokens: int) -> Snapshot:
-    """Copy a request's state out. Raises ValueError when it does not run."""
+def take(request: Request, worker: Worker) -> Snapshot:
+    """Copy a request's state out. Raises ValueError when it does not run, or still replays its window."""
     if request.pages is None or request.sent_pages is None:
         raise ValueError(f"request {request.request_id} does not run: it has no state to export")
+    if request.num_computed < request.pages.hit.length:
+        raise ValueError(f"request {request.request_id} still replays its window: a snapshot would lack it")
     pages, window_pages = _held(request)
     caches = worker.caches
     return Snapshot(
@@ -55,7 +71,10 @@ def take(request: Request, worker: Worker, page_tokens: int) -> Snapshot:
         num_prompt=request.num_prompt,
         num_computed=request.num_computed,
         params=request.params,
-        page_tokens=page_tokens,
+        signature=signature(worker.model),
+        salt=request.salt,
+        image_rows=request.image_rows,
+        embeddings=request.embeddings,
         states=_pages(caches.states, pages),
         index_k=_pages(caches.index_k, pages),
         window=_pages(caches.window, window_pages),

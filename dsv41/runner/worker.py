@@ -83,9 +83,10 @@ class Worker:
                 self.state.apply(self.staging.send(changes.arrays()))
             return None
         batch = make_batch(
-            [self._held(request_id) for request_id in output.num_tokens], list(output.num_tokens.values())
+            [self._counted(*item) for item in output.num_tokens.items()], list(output.num_tokens.values())
         )
         staged = self._stage(batch, changes)
+        self._recount(output)
         step = self._inputs(batch, staged)
         return Prepared(batch, step if num_rows is None else pad_rows(step, num_rows), staged)
 
@@ -166,6 +167,28 @@ class Worker:
             raise ValueError(f"request {request_id} is scheduled but neither new nor held by the worker")
         return self.slots[request_id]
 
+    def _counted(self, request_id: int, count: int) -> Slot:
+        """A request that can compute `count` more tokens."""
+        slot = self._held(request_id)
+        if not 1 <= count <= slot.length - slot.num_computed:
+            known = slot.length - slot.num_computed
+            raise ValueError(f"request {request_id} has {known} tokens to compute, not {count}")
+        return slot
+
+    def _recount(self, output: SchedulerOutput) -> None:
+        """Penalties count a forced token in the place of the sampled one."""
+        for running in output.running:
+            if running.tokens:
+                slot = self._held(running.request_id)
+                self.sampler.recount(slot.index, self.state.tokens[slot.index, slot.num_prompt : slot.length])
+
+    def _check_room(self, request_id: int, num_tokens: int) -> None:
+        if num_tokens >= self.state.max_tokens:
+            raise ValueError(
+                f"request {request_id} has {num_tokens} tokens, more than max_context_tokens"
+                f" {self.state.max_tokens - 1}"
+            )
+
     def _drop(self, request_id: int) -> None:
         slot = self.slots.pop(request_id, None)
         if slot is not None:  # a request may end before it ever ran
@@ -179,6 +202,7 @@ class Worker:
             raise ValueError(f"request {request.request_id} is new but already held by the worker")
         if not self._free:
             raise ValueError(f"the worker holds {self.engine.max_requests} requests already (max_requests)")
+        self._check_room(request.request_id, len(request.tokens))
         index = self._free.pop()
         trims = self.engine.decoder_replay and request.params.prompt_logprobs is None
         tail_start = max(0, request.num_prompt - self.model.config.window_tokens) if trims else 0
@@ -215,6 +239,7 @@ class Worker:
         if slot.drafts:
             raise ValueError(f"request {slot.request_id} is scheduled before its drafts' results are read")
         if running.tokens:
+            self._check_room(slot.request_id, slot.num_computed + len(running.tokens))
             first = slot.index * self.state.max_tokens + slot.num_computed
             tokens = np.array(running.tokens, dtype=np.int64)
             images = self.images.get(running.request_id, tokens[:0])[slot.num_computed :]

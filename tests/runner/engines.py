@@ -23,13 +23,18 @@ SHORT = (
     '{"num_layers": 5, "ratios": [0, 2, 2, 1, 1], "kv_sources": [1, 3], "index_sources": [1, 3, 4],'
     ' "candidate_source": 3, "engram.layers": [2], "engram.num_rows": [1025], "draft.stages": 0}'
 )
-# The least that keeps both ratios, Engram and a layer behind the last KV source, for much traffic.
+# Three layers behind the last KV source: with one, decoder replay changes no logits of the last row.
+DEEP = (
+    '{"num_layers": 6, "ratios": [0, 2, 1, 1, 1, 1], "kv_sources": [1, 2], "index_sources": [1, 2, 4],'
+    ' "candidate_source": 2, "engram.layers": [1], "engram.num_rows": [1025], "draft.stages": 0}'
+)
+# The least that keeps both ratios, Engram and two layers behind the last KV source, for much traffic.
 SMALL = (
-    '{"num_layers": 3, "ratios": [2, 1, 1], "kv_sources": [0, 1], "index_sources": [0, 1],'
+    '{"num_layers": 4, "ratios": [2, 1, 1, 1], "kv_sources": [0, 1], "index_sources": [0, 1],'
     ' "candidate_source": 1, "engram.layers": [0], "engram.num_rows": [1025], "draft.stages": 0,'
     ' "window_tokens": 6, "num_experts": 4, "experts_per_token": 2, "sinkhorn_iters": 4}'
 )
-OVERRIDES = {"short": SHORT, "small": SMALL}
+OVERRIDES = {"short": SHORT, "deep": DEEP, "small": SMALL}
 
 
 def fresh_model(name: str = "tiny", page_tokens: int = PAGE, numerics: str | None = None) -> Model:

@@ -55,22 +55,21 @@ class Alone:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
-@pytest.mark.parametrize("length", [1, 2, 10, 11])
+@pytest.mark.parametrize("length", [10, 11])
 def test_every_accept_count_is_followed_by_plain_decoding(params: SamplingParams, length: int) -> None:
-    """Every number of drafts, the first wrong one at every place, on odd and even positions; ten steps behind
+    """Five drafts, the first wrong one at every place, on odd and even positions; ten steps behind
     it. Catches a row kept beyond the accepted ones, a pair left open by a rejected row, a draft in
     Engram's history."""
     truth = plain(params, length)
-    for count in range(1, 6):
-        for accepted in range(count + 1):
-            alone = Alone(params, length)
-            drafts = list(truth[1 : 1 + count])
-            if accepted < count:
-                drafts[accepted] = (drafts[accepted] + 1) % 500
-            assert len(alone.step(tuple(drafts))) == accepted + 1
-            for _ in range(10):
-                alone.step()
-            assert alone.tokens == list(truth[: len(alone.tokens)])
+    for accepted in range(6):
+        alone = Alone(params, length)
+        drafts = list(truth[1:6])
+        if accepted < 5:
+            drafts[accepted] = (drafts[accepted] + 1) % 500
+        assert len(alone.step(tuple(drafts))) == accepted + 1
+        for _ in range(10):
+            alone.step()
+        assert alone.tokens == list(truth[: len(alone.tokens)])
 
 
 def test_random_guesses_change_nothing() -> None:
@@ -94,9 +93,7 @@ def test_what_drafts_cannot_do() -> None:
     with pytest.raises(ValueError, match="has 8 draft tokens and room for 7"):
         alone.step((1,) * 8)
     alone = Alone(GREEDY, 10)
-    alone.worker.execute(
-        SchedulerOutput(running=(RunningRequest(0, draft_tokens=(1,)),), num_tokens={0: 2})
-    )
+    alone.worker.execute(SchedulerOutput(running=(RunningRequest(0, draft_tokens=(1,)),), num_tokens={0: 2}))
     unread = alone.worker.sample()
     with pytest.raises(ValueError, match="before its drafts' results are read"):
         alone.step()

@@ -5,21 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
+import engines
 import pytest
 import torch
-from engines import assert_all_given_back, engine, fresh_model, full_logits, model, random_tokens
+from engines import assert_all_given_back, full_logits, random_tokens
 from golden import GOLDEN
 from torch import Tensor
 
 import dsv41
 from dsv41.config import EngineConfig
 from dsv41.runner.engine import LLM, Completion
+from dsv41.runner.load import Model
 from dsv41.runner.request import Request, SamplingParams
 
+NAME = "short"
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
 LENGTHS = (21, 1, 9, 2, 30, 16, 5)
+
+
+def engine(chosen: Model | str = NAME, **changes: Any) -> LLM:
+    return engines.engine(chosen, **changes)
+
+
+def model() -> Model:
+    return engines.model(NAME)
+
+
+def fresh_model() -> Model:
+    """Whose weights a test may spoil."""
+    return engines.fresh_model(NAME)
 
 
 @cache
@@ -33,7 +50,7 @@ def answers(completions: Sequence[Completion]) -> list[list[int]]:
 
 
 @cache
-def solo(params: SamplingParams = GREEDY, name: str = "tiny") -> list[list[int]]:
+def solo(params: SamplingParams = GREEDY, name: str = NAME) -> list[list[int]]:
     """Every prompt in an engine of its own, one step for the prompt."""
     found = [answers(engine(name, max_requests=1).generate([tokens], params))[0] for tokens in prompts()]
     assert len({tuple(tokens) for tokens in found}) == len(found), "equal answers hide a mix-up"
@@ -73,11 +90,12 @@ def test_company_chunks_and_waiting_change_no_token(changes: dict[str, Any]) -> 
     assert used.metrics.steps > 2 * (4 + ("max_batch_tokens" in changes) + ("max_requests" in changes))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_another_model_gives_the_same_tokens_in_company(asynchronous: bool) -> None:
-    """`odd` shares no number with `tiny`: its first layer owns states, its window is 12."""
-    used = engine("odd", max_batch_tokens=19, max_requests=5, asynchronous=asynchronous)
-    assert answers(used.generate(prompts(), GREEDY)) == solo(GREEDY, "odd")
+@pytest.mark.parametrize(("name", "asynchronous"), [("tiny", False), ("odd", True)])
+def test_other_models_give_the_same_tokens_in_company(name: str, asynchronous: bool) -> None:
+    """All of `tiny`, and `odd`, which shares no number with it: its first layer owns states, its window is
+    12."""
+    used = engine(name, max_batch_tokens=19, max_requests=5, asynchronous=asynchronous)
+    assert answers(used.generate(prompts(), GREEDY)) == solo(GREEDY, name)
     assert_all_given_back(used)
 
 
@@ -217,7 +235,7 @@ def test_metrics_count_steps_hits_and_requests() -> None:
     assert [request.num_cached for request in requests] == [0, 0, 20]
 
 
-# -- text ---------------------------------------------------------------------------------------------------
+# -- text --------------------------------------------------------------------------------------------------
 
 
 def test_text_goes_through_the_checkpoint_s_tokenizer() -> None:
@@ -243,7 +261,7 @@ def test_text_without_a_tokenizer_is_refused() -> None:
     assert_all_given_back(used)
 
 
-# -- log-probabilities --------------------------------------------------------------------------------------
+# -- log-probabilities -------------------------------------------------------------------------------------
 
 
 def assert_logprob(logits: Tensor, token: int, logprob: float | None, rank: int | None) -> None:
@@ -298,7 +316,7 @@ def assert_prompt_logprobs(one: Completion, count: int) -> None:
 def test_prompt_log_probabilities_are_those_of_a_full_forward(changes: dict[str, Any]) -> None:
     """Every prompt token but the first, once, whatever the chunks; replay is off for such a request."""
     params = [replace(GREEDY, prompt_logprobs=2)] * 4 + [GREEDY, replace(GREEDY, prompt_logprobs=0), GREEDY]
-    completions = engine("tiny", **changes).generate(prompts(), params)
+    completions = engine(**changes).generate(prompts(), params)
     for number, (one, own) in enumerate(zip(completions, params, strict=True)):
         if own.prompt_logprobs is None:
             assert one.prompt_logprobs == ()
@@ -328,7 +346,7 @@ def test_prompt_log_probabilities_come_once_when_preempted() -> None:
         assert_prompt_logprobs(one, 1)
 
 
-# -- masks ----------------------------------------------------------------------------------------------------
+# -- masks -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -349,14 +367,16 @@ def test_a_token_mask_sees_every_token_so_far(asynchronous: bool) -> None:
     assert found[1:] == solo()[1:4]
     mine = found[0]
     assert all(token in (50 + n, 51 + n) for n, token in enumerate(mine))
-    assert all(first != second for first, second in zip(mine, mine[1:], strict=False))
+    assert all(first != second for first, second in pairwise(mine))
     assert {tuple(mine[:n]) for n in range(4)} <= set(seen)
     assert {output for output in seen if output} <= {tuple(mine[:n]) for n in range(1, 5)}
     assert_all_given_back(used)
 
 
 def test_a_mask_that_allows_nothing_ends_its_request_alone() -> None:
-    params = replace(GREEDY, token_mask=lambda output: torch.zeros(model().config.vocab_size, dtype=torch.bool))
+    params = replace(
+        GREEDY, token_mask=lambda output: torch.zeros(model().config.vocab_size, dtype=torch.bool)
+    )
     one, other = engine().generate(prompts()[:2], [params, GREEDY])
     assert (one.finish_reason, one.tokens) == ("error", ())
     assert one.error is not None
@@ -540,7 +560,7 @@ def test_pages_of_a_faulty_request_are_not_reused_as_a_prefix() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize(("group", "layer"), [("states", 5), ("index_k", 7), ("window", 3)])
+@pytest.mark.parametrize(("group", "layer"), [("states", 1), ("index_k", 3), ("window", 2)])
 def test_a_nan_in_a_cache_ends_its_request_alone(group: str, layer: int, asynchronous: bool) -> None:
     """NaN in the pages of one request, of one layer's cache, while it decodes: the error names that layer and
     step 3. Its pages then serve another request, which must not read what was left there."""

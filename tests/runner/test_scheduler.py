@@ -105,7 +105,9 @@ class FakeWorker:
             found = self.window[self.place(held.window_pages, seen)]
             assert found == known[: seen + 1], "a window row holds another prefix"
         for seen in range(row + 1):
-            assert self.states[self.place(held.pages, seen)] == known[: seen + 1], "a state holds another prefix"
+            assert self.states[self.place(held.pages, seen)] == known[: seen + 1], (
+                "a state holds another prefix"
+            )
         held.computed += 1
 
     @staticmethod
@@ -188,7 +190,8 @@ class Driver:
             assert all(counts[request] == 1 for request in decoding), "a prompt took a decode row's place"
         self.reached["mixed"] += len({count > 1 for count in counts.values() if count}) == 2
         self.reached["chunks"] += any(
-            request.num_remaining and request.num_computed < request.num_prompt for request in scheduler.running
+            request.num_remaining and request.num_computed < request.num_prompt
+            for request in scheduler.running
         )
         self.reached["preempted"] += preempted
         self.reached["hits"] += any(new.hit_tokens for new in output.new)
@@ -274,6 +277,18 @@ def test_more_decode_rows_than_budget_go_by_arrival() -> None:
     assert all(request.output == driver.expected(request) for request in driver.requests)
 
 
+def test_an_imported_decode_row_goes_before_an_older_prompt_s_chunk() -> None:
+    """Without imports the prompt that is being cut is always the last arrival, so order alone would do."""
+    driver = Driver(max_batch_tokens=4)
+    driver.add(13)
+    assert driver.step().num_tokens == {0: 4}
+    imported = Request(1, engines.random_tokens(6, 1), SamplingParams(max_tokens=3, ignore_eos=True), 6)
+    driver.scheduler.resume(imported, 5)
+    output = driver.scheduler.schedule()
+    assert list(output.num_tokens.items()) == [(1, 1), (0, 3)]
+    assert [new.num_computed for new in output.new] == [5]
+
+
 def test_new_and_running_requests_say_only_what_changed() -> None:
     driver = Driver(max_batch_tokens=6)
     driver.add(9)
@@ -309,10 +324,10 @@ def test_the_last_arrival_gives_way_and_comes_back() -> None:
 def test_a_request_that_could_never_run_is_refused() -> None:
     """At `add`, with the numbers; what just fits runs, alone and to its end."""
     driver = Driver(global_pages=5, window_pages=4, max_batch_tokens=8)
-    with pytest.raises(ValueError, match="6 pages and 4 window pages.*5 and 4"):
+    with pytest.raises(ValueError, match=r"6 pages and 4 window pages.*5 and 4"):
         driver.add(18, max_tokens=4)
     narrow = Driver(global_pages=9, window_pages=2, max_batch_tokens=8)
-    with pytest.raises(ValueError, match="window pages.*9 and 2"):
+    with pytest.raises(ValueError, match=r"window pages.*9 and 2"):
         narrow.add(18, max_tokens=4)
     with pytest.raises(ValueError, match="max_context_tokens"):
         driver.add(45)

@@ -8,7 +8,7 @@ The protocol, as `Loop` below follows it:
 
 - A request is announced once, in `new`, with all its known tokens and the pages of its first step.
 - Later steps name it in `running`, with the pages that it got since.
-- `num_tokens` says how many rows each of them gets; a request samples in the step that reaches its last token.
+- `num_tokens` says how many rows each of them gets; a request samples in the step of its last token.
 - The sampled token is on the device already: the next step may follow before `get`.
 - A request that ended or was preempted is named once, in `finished` or `preempted`; its slot is free again.
 """
@@ -208,9 +208,7 @@ def test_forced_tokens_take_the_place_of_the_sampled_one() -> None:
     loop.step({5: 1}, r5=(11,))
     loop.step({5: 2}, r5=(12, 13))
     loop.step({5: 1})
-    expected = [
-        list(engine("short").generate([tokens + forced[:n]], GREEDY)[0].tokens) for n in (0, 1, 3)
-    ]
+    expected = [list(engine("short").generate([tokens + forced[:n]], GREEDY)[0].tokens) for n in (0, 1, 3)]
     assert loop.output[5] == [expected[0][0], expected[1][0], *expected[2][:2]]
 
 
@@ -236,11 +234,11 @@ def test_ids_that_do_not_fit_are_refused() -> None:
     worker = loop.worker
     with pytest.raises(ValueError, match="request 8 is scheduled but neither new nor held"):
         worker.execute(SchedulerOutput(num_tokens={8: 1}))
-    with pytest.raises(ValueError, match="request 8 .*held"):
+    with pytest.raises(ValueError, match=r"request 8 .*held"):
         worker.execute(SchedulerOutput(running=(RunningRequest(8),), num_tokens={1: 1}))
     with pytest.raises(ValueError, match="request 1 is new but already held"):
         worker.execute(SchedulerOutput(new=(loop.new(1, prompts()[0], 1),)))
-    with pytest.raises(ValueError, match="2 requests already.*max_requests"):
+    with pytest.raises(ValueError, match=r"2 requests already.*max_requests"):
         worker.execute(SchedulerOutput(new=tuple(loop.new(n, [1], 1) for n in (2, 3))))
 
 
@@ -250,7 +248,9 @@ def test_a_count_of_rows_that_nobody_knows_is_refused(count: int) -> None:
     loop = Loop(make_worker(max_requests=2))
     loop.step({1: 13}, [loop.new(1, prompts()[0], 0)])
     with pytest.raises(ValueError, match="request 1"):
-        loop.worker.execute(SchedulerOutput(running=(RunningRequest(1, (5, 6), (5, 6)),), num_tokens={1: count}))
+        loop.worker.execute(
+            SchedulerOutput(running=(RunningRequest(1, (5, 6), (5, 6)),), num_tokens={1: count})
+        )
 
 
 def test_more_tokens_than_a_context_are_refused() -> None:
