@@ -464,8 +464,8 @@ def test_refused_by_name_and_at_once(case: str, tmp_path: Path) -> None:
 
 
 def test_a_release_sized_directory_is_checked_within_two_seconds(tmp_path: Path) -> None:
-    """96,085 tensors in one sparse file: the headers alone decide. CPU time, the better of two runs: the machine
-    may be busy, and a full collection of the test process's garbage may fall into one."""
+    """96,085 tensors in one sparse file: the headers alone decide. CPU time, the better of two runs: the
+    machine may be busy, and a full collection of the test process's garbage may fall into one."""
     config = released_config()
     sparse_checkpoint(config, tmp_path)
     seconds = []

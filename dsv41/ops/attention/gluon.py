@@ -5,8 +5,8 @@ Layout. A persistent grid, one CTA an SM. An item is a row, or one of several co
 buffers K [64, 512] (bf16, 128-byte swizzle; a tile is keys and values at once), P [64, 64], a bias per key
 (0 or -inf). Eight consumer warps run QK (each warpgroup half of the keys), softmax and PV (each warpgroup
 half of the channels); four or eight producer warps gather records, decode them to bf16 in registers and
-store them to a free K buffer. The next row's Q is copied in behind the last softmax and product of the row
-before. Fewer than 64 heads are padded.
+store them to a free K buffer. The next row's Q is on its way while a row's output leaves. Fewer than 64
+heads are padded.
 
 Grid. T rows over S SMs leave a last wave of T % S rows; those are split over keys so that they fill the
 machine, and `_combine` merges their fp32 partial results. With few rows the last wave is all there is (grid
@@ -19,6 +19,11 @@ codes included. Every K tile holds true values times 2^-9, which keeps that fact
 softmax scale and the output give it back. A lane decodes 32 channels and its four 16-byte stores must not
 meet other lanes' banks, so the groups of 8 channels stand permuted in shared memory (`_channel`), in K, in
 Q and in the staged output alike.
+
+Tried on an H200 and slower: the next tile's QK before this tile's PV (10 % at 4096 rows), decoding before
+the wait for a buffer (2 %), natural channel order inside a group with Q by cp.async (14 %; that decode is
+all ALU), the next tile's slots one tile early (1 us at few rows, 0.3 % gained at many), Q prefetched to L2
+(2 %).
 
 A record's scales are taken as finite: e8m0 bytes above 143 (2^16) count as 143, NaN codes count as numbers.
 """
@@ -33,7 +38,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -58,33 +62,39 @@ KINDS = MappingProxyType({
 })  # fmt: skip
 ROPE_DIM = 64  # of `mixed_584`, the one record whose bytes depend on it
 
-# Eight fp4 codes of one word -> four bf16 pairs. A byte holds a pair; a copy of the word four bits higher
-# brings the even code to where the odd one stands in its own byte.
+# Eight fp4 codes of one word -> four bf16 pairs (r, r + 4), which lie 16 bits apart in the word.
 _FP4 = tl.constexpr("""{
-.reg .b32 v, t, u;
-shl.b32 v, $4, 4;
-prmt.b32 t, v, $4, 0x4400; shr.u32 u, t, 6; and.b32 u, u, 0x01C001C0; lop3.b32 u, t, 0x80008000, u, 0xEA;
-mul.rn.bf16x2 $0, u, $5;
-prmt.b32 t, v, $4, 0x5511; shr.u32 u, t, 6; and.b32 u, u, 0x01C001C0; lop3.b32 u, t, 0x80008000, u, 0xEA;
-mul.rn.bf16x2 $1, u, $5;
-prmt.b32 t, v, $4, 0x6622; shr.u32 u, t, 6; and.b32 u, u, 0x01C001C0; lop3.b32 u, t, 0x80008000, u, 0xEA;
-mul.rn.bf16x2 $2, u, $5;
-prmt.b32 t, v, $4, 0x7733; shr.u32 u, t, 6; and.b32 u, u, 0x01C001C0; lop3.b32 u, t, 0x80008000, u, 0xEA;
-mul.rn.bf16x2 $3, u, $5;
+.reg .b32 t, u;
+shl.b32 t, $4, 6; and.b32 t, t, 0x01C001C0; shl.b32 u, $4, 12; lop3.b32 t, u, 0x80008000, t, 0xEA;
+mul.rn.bf16x2 $0, t, $5;
+shl.b32 t, $4, 2; and.b32 t, t, 0x01C001C0; shl.b32 u, $4, 8; lop3.b32 t, u, 0x80008000, t, 0xEA;
+mul.rn.bf16x2 $1, t, $5;
+shr.u32 t, $4, 2; and.b32 t, t, 0x01C001C0; shl.b32 u, $4, 4; lop3.b32 t, u, 0x80008000, t, 0xEA;
+mul.rn.bf16x2 $2, t, $5;
+shr.u32 t, $4, 6; and.b32 t, t, 0x01C001C0; lop3.b32 t, $4, 0x80008000, t, 0xEA;
+mul.rn.bf16x2 $3, t, $5;
 }""")
-# Eight e4m3 codes of two words -> four bf16 pairs.
+# Eight e4m3 codes of two words -> four bf16 pairs (r, r + 4).
 _FP8 = tl.constexpr("""{
 .reg .b32 t, u;
-prmt.b32 t, $4, $4, 0x1100; shr.u32 u, t, 4; and.b32 u, u, 0x07F007F0; lop3.b32 u, t, 0x80008000, u, 0xEA;
+prmt.b32 t, $4, $5, 0x4404; shr.u32 u, t, 4; and.b32 u, u, 0x07F007F0; lop3.b32 u, t, 0x80008000, u, 0xEA;
 mul.rn.bf16x2 $0, u, $6;
-prmt.b32 t, $4, $4, 0x3322; shr.u32 u, t, 4; and.b32 u, u, 0x07F007F0; lop3.b32 u, t, 0x80008000, u, 0xEA;
+prmt.b32 t, $4, $5, 0x5515; shr.u32 u, t, 4; and.b32 u, u, 0x07F007F0; lop3.b32 u, t, 0x80008000, u, 0xEA;
 mul.rn.bf16x2 $1, u, $6;
-prmt.b32 t, $5, $5, 0x1100; shr.u32 u, t, 4; and.b32 u, u, 0x07F007F0; lop3.b32 u, t, 0x80008000, u, 0xEA;
+prmt.b32 t, $4, $5, 0x6626; shr.u32 u, t, 4; and.b32 u, u, 0x07F007F0; lop3.b32 u, t, 0x80008000, u, 0xEA;
 mul.rn.bf16x2 $2, u, $6;
-prmt.b32 t, $5, $5, 0x3322; shr.u32 u, t, 4; and.b32 u, u, 0x07F007F0; lop3.b32 u, t, 0x80008000, u, 0xEA;
+prmt.b32 t, $4, $5, 0x7737; shr.u32 u, t, 4; and.b32 u, u, 0x07F007F0; lop3.b32 u, t, 0x80008000, u, 0xEA;
 mul.rn.bf16x2 $3, u, $6;
 }""")
-_BF16 = tl.constexpr("{ .reg .b32 c; mov.b32 c, 0x3B003B00; mul.rn.bf16x2 $0, $1, c; }")  # times 2^-9
+# Eight bf16 values of four words -> four pairs (r, r + 4), times 2^-9.
+_BF16 = tl.constexpr("""{
+.reg .b32 t, c;
+mov.b32 c, 0x3B003B00;
+prmt.b32 t, $4, $6, 0x5410; mul.rn.bf16x2 $0, t, c;
+prmt.b32 t, $4, $6, 0x7632; mul.rn.bf16x2 $1, t, c;
+prmt.b32 t, $5, $7, 0x5410; mul.rn.bf16x2 $2, t, c;
+prmt.b32 t, $5, $7, 0x7632; mul.rn.bf16x2 $3, t, c;
+}""")
 _OUT = tl.constexpr("=&r,=&r,=&r,=&r,")
 
 
@@ -155,13 +165,13 @@ def _load(cache, page_bytes, slot, PAGE: gl.constexpr, STRIDE: gl.constexpr, SCA
     """slot int32 [KEYS] -> (words, more words of `mixed`, scales [KEYS, 16]) as read; 0 where slot < 0."""
     W: gl.constexpr = _lane_words(KIND)
     lane = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, LW))), 0)
-    slot = gl.expand_dims(gl.maximum(slot, -1), 1)
+    slot = gl.expand_dims(slot, 1)
     page = gl.maximum(slot, 0) // PAGE
     state = gl.maximum(slot, 0) - page * PAGE
     page = page.to(gl.int64)
     # The comparison with the lane only spreads the mask over the lanes.
     live = (slot >= 0) & (lane >= 0)
-    base = page * (page_bytes // 16) + state * (STRIDE // 16)
+    base = page * (page_bytes >> 4) + state * (STRIDE // 16)
     if KIND == MIXED:
         chunk = base + gl.where(lane < 14, lane * 2, lane * 4 - 28)
         words = _load_words(cache, chunk, live, KEYS, W, LW)
@@ -174,11 +184,11 @@ def _load(cache, page_bytes, slot, PAGE: gl.constexpr, STRIDE: gl.constexpr, SCA
     else:
         at = page * page_bytes + (SCALE0 + state * SCALE_STRIDE)
         if KIND == FP4:
-            scale = gl.load(cache.to(gl.pointer_type(gl.int16)) + (at // 2 + lane), mask=live, other=0)
+            scale = gl.load(cache.to(gl.pointer_type(gl.int16)) + ((at >> 1) + lane), mask=live, other=0)
         elif KIND == FP8:
             scale = gl.load(cache + (at + lane), mask=live, other=0)
         else:
-            scale = gl.load(cache + (at + lane // 2), mask=live & (lane < 14), other=0)
+            scale = gl.load(cache + (at + (lane >> 1)), mask=live & (lane < 14), other=0)
     return words, more, scale.to(gl.int32)
 
 
@@ -207,11 +217,12 @@ def _decode_fp8(words, scale, KEYS: gl.constexpr):
 
 @gluon.jit
 def _decode_bf16(words, KEYS: gl.constexpr, CHUNKS: gl.constexpr):
-    words = gl.inline_asm_elementwise(_BF16, "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1)
     even, odd = gl.split(gl.reshape(words, [KEYS, 16, CHUNKS, 2, 2]))
     w0, w2 = gl.split(even)
     w1, w3 = gl.split(odd)
-    return w0, w1, w2, w3
+    return gl.inline_asm_elementwise(
+        _BF16, _OUT + "r,r,r,r", [w0, w1, w2, w3],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
 
 
 @gluon.jit
@@ -226,11 +237,11 @@ def _rope_or(rope_low, rope_high, values, KEYS: gl.constexpr):
 
 @gluon.jit
 def _decode(words, more, scale, KIND: gl.constexpr, KEYS: gl.constexpr, LW: gl.constexpr):
-    """What `_load` read -> four int32 [KEYS, 16, 4]: the bf16 pairs of every group of 8 channels."""
+    """What `_load` read -> four int32 [KEYS, 16, 4]: bf16 pairs (r, r + 4) of every group of 8 channels."""
     if KIND == FP4:
         r0, r1, r2, r3 = gl.inline_asm_elementwise(
             _FP4, _OUT + "r,r", [words, _fp4_factor(scale, LW)],
-            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1)  # fmt: skip
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
     elif KIND == BF16:
         r0, r1, r2, r3 = _decode_bf16(words, KEYS, 4)
     else:
@@ -246,18 +257,13 @@ def _decode(words, more, scale, KIND: gl.constexpr, KEYS: gl.constexpr, LW: gl.c
 
 
 @gluon.jit
-def _store_keys(k, bias, pairs, slot, AT: gl.constexpr, KEYS: gl.constexpr):
-    """Decoded keys into rows AT.. of a K buffer: 16-byte stores, eight lanes to eight bank groups."""
-    r0, r1, r2, r3 = pairs
+def _put(k, bias, words, more, scale, slot, AT: gl.constexpr, KIND: gl.constexpr, KEYS: gl.constexpr,
+         LW: gl.constexpr):  # fmt: skip
+    """Decode KEYS keys into rows AT.. of a K buffer: 16-byte stores, eight lanes to eight bank groups."""
+    r0, r1, r2, r3 = _decode(words, more, scale, KIND, KEYS, LW)
     pairs = gl.permute(gl.join(gl.join(r0, r2), gl.join(r1, r3)), (0, 2, 1, 3, 4))
     k.slice(AT, KEYS, 0).store(gl.reshape(pairs, [KEYS, DIM // 2]))
     bias.slice(AT, KEYS, 0).store(gl.where(slot >= 0, 0.0, float("-inf")))
-
-
-@gluon.jit
-def _put(k, bias, words, more, scale, slot, AT: gl.constexpr, KIND: gl.constexpr, KEYS: gl.constexpr,
-         LW: gl.constexpr):  # fmt: skip
-    _store_keys(k, bias, _decode(words, more, scale, KIND, KEYS, LW), slot, AT, KEYS)
 
 
 @gluon.jit
@@ -278,8 +284,7 @@ def _fill(cache, page_bytes, slots, count, first, end, fills, k_s, bias_s, full,
     KEYS: gl.constexpr = 16
     LW: gl.constexpr = gl.BlockedLayout([1, 1, _lane_words(KIND)], [2, 16, 1], [WARPS, 1, 1], [2, 1, 0])
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    EARLY: gl.constexpr = KIND == FP4 or KIND == FP8  # noqa: SIM109 (`in` is not traced)
-    DECODE_EARLY: gl.constexpr = KIND == FP4 and WARPS == 8
+    EARLY: gl.constexpr = KIND != BF16 and KIND != MIXED  # `in` is not traced
     for tile in range(first, end):
         s0 = _slots(slots, tile * TILE, count, KEYS, LW)
         s1 = _slots(slots, tile * TILE + 16, count, KEYS, LW)
@@ -290,25 +295,16 @@ def _fill(cache, page_bytes, slots, count, first, end, fills, k_s, bias_s, full,
         if EARLY:
             x2, y2, e2 = _load(cache, page_bytes, s2, PAGE, STRIDE, SCALE0, SCALE_STRIDE, KIND, KEYS, LW)
             x3, y3, e3 = _load(cache, page_bytes, s3, PAGE, STRIDE, SCALE0, SCALE_STRIDE, KIND, KEYS, LW)
-        if DECODE_EARLY:
-            d0 = _decode(x0, y0, e0, KIND, KEYS, LW)
-            d1 = _decode(x1, y1, e1, KIND, KEYS, LW)
-            d2 = _decode(x2, y2, e2, KIND, KEYS, LW)
         buffer = fills & 1
         mbarrier.wait(empty.index(buffer), ((fills >> 1) & 1) ^ 1)
         k = k_s.index(buffer)._reinterpret(gl.int32, [TILE, DIM // 2], WORDS)
         bias = bias_s.index(buffer)
-        if DECODE_EARLY:
-            _store_keys(k, bias, d0, s0, 0, KEYS)
-            _store_keys(k, bias, d1, s1, 16, KEYS)
-            _store_keys(k, bias, d2, s2, 32, KEYS)
-        else:
-            _put(k, bias, x0, y0, e0, s0, 0, KIND, KEYS, LW)
-            _put(k, bias, x1, y1, e1, s1, 16, KIND, KEYS, LW)
-            if not EARLY:
-                x2, y2, e2 = _load(cache, page_bytes, s2, PAGE, STRIDE, SCALE0, SCALE_STRIDE, KIND, KEYS, LW)
-                x3, y3, e3 = _load(cache, page_bytes, s3, PAGE, STRIDE, SCALE0, SCALE_STRIDE, KIND, KEYS, LW)
-            _put(k, bias, x2, y2, e2, s2, 32, KIND, KEYS, LW)
+        _put(k, bias, x0, y0, e0, s0, 0, KIND, KEYS, LW)
+        _put(k, bias, x1, y1, e1, s1, 16, KIND, KEYS, LW)
+        if not EARLY:
+            x2, y2, e2 = _load(cache, page_bytes, s2, PAGE, STRIDE, SCALE0, SCALE_STRIDE, KIND, KEYS, LW)
+            x3, y3, e3 = _load(cache, page_bytes, s3, PAGE, STRIDE, SCALE0, SCALE_STRIDE, KIND, KEYS, LW)
+        _put(k, bias, x2, y2, e2, s2, 32, KIND, KEYS, LW)
         _put(k, bias, x3, y3, e3, s3, 48, KIND, KEYS, LW)
         fence_async_shared()
         mbarrier.arrive(full.index(buffer), count=1)
@@ -361,15 +357,15 @@ def _head_mask(NUM_HEADS: gl.constexpr, LR: gl.constexpr):
 
 
 @gluon.jit
-def _copy_q(q, q_s, NUM_HEADS: gl.constexpr, Q_HEAD: gl.constexpr, LR: gl.constexpr):
-    """Start copying a row's heads. What stands in the rest of Q only ever reaches heads that are not stored."""
-    async_copy.async_copy_global_to_shared(q_s, q + _offsets(Q_HEAD, LR), mask=_head_mask(NUM_HEADS, LR))
-    async_copy.commit_group()
+def _load_q(q, NUM_HEADS: gl.constexpr, Q_HEAD: gl.constexpr, LR: gl.constexpr):
+    """A row's heads, zeros beyond the last one."""
+    return gl.load(q + _offsets(Q_HEAD, LR), mask=_head_mask(NUM_HEADS, LR), other=0.0)
 
 
 @gluon.jit
-def _await_q():
-    async_copy.wait_group(0)
+def _store_q(x, q_s):
+    x = gl.permute(gl.reshape(x, [HEADS, DIM // 8, 2, 4]), (0, 1, 3, 2))
+    q_s.store(gl.reshape(x, [HEADS, DIM]))
     fence_async_shared()
     gl.thread_barrier()
 
@@ -383,9 +379,18 @@ def _softmax(s, bias, peak, softmax_scale):
 
 
 @gluon.jit
+def _stage_row(o, k):
+    gl.thread_barrier()  # the other warpgroup may still multiply with this buffer
+    k.store(o)
+    gl.thread_barrier()
+
+
+@gluon.jit
 def _store_row(out, k, NUM_HEADS: gl.constexpr, LR: gl.constexpr):
-    """A row of the output from the K buffer that holds it, in 16-byte pieces to where they belong."""
-    gl.store(out + _offsets(DIM, LR), k.load(LR), mask=_head_mask(NUM_HEADS, LR))
+    """A row of the output from the K buffer that stages it: undo the channel order, 16-byte stores."""
+    x = gl.permute(gl.reshape(k.load(LR), [HEADS, DIM // 8, 4, 2]), (0, 1, 3, 2))
+    x = gl.convert_layout(gl.reshape(x, [HEADS, DIM]), LR)
+    gl.store(out + _offsets(DIM, LR), x, mask=_head_mask(NUM_HEADS, LR))
 
 
 @gluon.jit
@@ -418,8 +423,7 @@ def _consumer(work, q_args, out_args, num_tiles, softmax_scale, smem, NUM_HEADS:
     LR: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     first_item, end_item, step = _items(num_items, FEW)
     row, first, end = _item(first_item, full_rows, splits, num_tiles, FEW)
-    _copy_q(q + row.to(gl.int64) * q_row, q_s, NUM_HEADS, Q_HEAD, LR)
-    _await_q()
+    _store_q(_load_q(q + row.to(gl.int64) * q_row, NUM_HEADS, Q_HEAD, LR), q_s)
     uses = 0
     for item in range(first_item, end_item, step):
         row, first, end = _item(item, full_rows, splits, num_tiles, FEW)
@@ -445,12 +449,6 @@ def _consumer(work, q_args, out_args, num_tiles, softmax_scale, smem, NUM_HEADS:
             acc = warpgroup_mma_wait(1, deps=[acc_next])
             mbarrier.arrive(empty.index(buffer), count=1)
             s = warpgroup_mma_wait(0, deps=[s_next])
-        if not FEW:
-            # The next Q comes in behind the last softmax and product.
-            gl.thread_barrier()  # the other warpgroup may still multiply with this Q
-            if item + step < end_item:
-                next_row, _, _ = _item(item + step, full_rows, splits, num_tiles, FEW)
-                _copy_q(q + next_row.to(gl.int64) * q_row, q_s, NUM_HEADS, Q_HEAD, LR)
         buffer = uses & 1
         uses += 1
         p, peak, shrink = _softmax(s, bias_s.index(buffer).load(KEY), peak, softmax_scale)
@@ -459,7 +457,6 @@ def _consumer(work, q_args, out_args, num_tiles, softmax_scale, smem, NUM_HEADS:
         fence_async_shared()
         acc = acc * gl.convert_layout(shrink, RP)[:, None]
         acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(p_s, k_s.index(buffer), acc, is_async=True)])
-        k = k_s.index(buffer)
         if FEW:
             _store_part(item, part, ml, acc, peak, total, NUM_HEADS, LP, LS)
         else:
@@ -468,14 +465,19 @@ def _consumer(work, q_args, out_args, num_tiles, softmax_scale, smem, NUM_HEADS:
                 weight = gl.exp2(gl.load(sink + head, mask=head < NUM_HEADS, other=0.0) * LOG2E - peak)
                 inverse = gl.where(total > 0, 512.0 / (total + weight), 0.0)
                 o = (acc * gl.convert_layout(inverse, RP)[:, None]).to(gl.bfloat16)
-                gl.thread_barrier()  # the other warpgroup may still multiply with this buffer
-                k.store(o)
-                gl.thread_barrier()
-                _store_row(out + row.to(gl.int64) * (NUM_HEADS * DIM), k, NUM_HEADS, LR)
-            else:
+                _stage_row(o, k_s.index(buffer))
+                row_out = out + row.to(gl.int64) * (NUM_HEADS * DIM)
+                if item + step < end_item:
+                    # The next Q is on its way while this output leaves.
+                    next_row, _, _ = _item(item + step, full_rows, splits, num_tiles, FEW)
+                    q_next = _load_q(q + next_row.to(gl.int64) * q_row, NUM_HEADS, Q_HEAD, LR)
+                    _store_row(row_out, k_s.index(buffer), NUM_HEADS, LR)
+                    mbarrier.arrive(empty.index(buffer), count=1)
+                    _store_q(q_next, q_s)
+                else:
+                    _store_row(row_out, k_s.index(buffer), NUM_HEADS, LR)
+            else:  # no program has an item after a part of a row
                 _store_part(item - full_rows, part, ml, acc, peak, total, NUM_HEADS, LP, LS)
-            mbarrier.arrive(empty.index(buffer), count=1)
-            _await_q()
 
 
 # --- Kernels --------------------------------------------------------------------------------------
@@ -490,6 +492,11 @@ def _attend(q, window, window_slots, states, state_slots, sink, out, part, ml,
             NUM_HEADS: gl.constexpr, Q_HEAD: gl.constexpr, WINDOW: gl.constexpr, STATE: gl.constexpr,
             PV_N: gl.constexpr,
             PRODUCER_WARPS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, FEW: gl.constexpr):  # fmt: skip
+    if FEW:
+        # `_combine` may take its places beside this grid; it still waits for the end of it.
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [],
+            dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_s = gl.allocate_shared_memory(gl.bfloat16, [HEADS, DIM], SWIZZLED)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, DIM], SWIZZLED)
@@ -521,19 +528,19 @@ def _combine(part, ml, sink, out, num_heads, splits, first_row, PARTS: tl.conste
     row, head = tl.program_id(0), tl.program_id(1)
     item = row * splits + tl.arange(0, PARTS)
     live = tl.arange(0, PARTS) < splits
+    place = tl.arange(0, DIM)
+    at = part + item.to(tl.int64)[:, None] * (64 * DIM) + head * DIM + place[None, :]
+    sums = tl.load(at, mask=live[:, None], other=0.0)  # on its way while the weights are found
     peak = tl.load(ml + item * 128 + head, mask=live, other=-1e30)
     total = tl.load(ml + item * 128 + 64 + head, mask=live, other=0.0)
+    sink_head = tl.load(sink + head) * 1.4426950408889634
     top = tl.max(peak, 0)
     weight = tl.exp2(peak - top)
     total = tl.sum(weight * total, 0)
-    inverse = tl.where(
-        total > 0, 512.0 / (total + tl.exp2(tl.load(sink + head) * 1.4426950408889634 - top)), 0.0
-    )
-    place = tl.arange(0, DIM)
-    at = part + item.to(tl.int64)[:, None] * (64 * DIM) + head * DIM + place[None, :]
-    o = tl.sum(tl.load(at, mask=live[:, None], other=0.0) * (weight * inverse)[:, None], 0)
+    inverse = tl.where(total > 0, 512.0 / (total + tl.exp2(sink_head - top)), 0.0)
+    o = tl.sum(sums * (weight * inverse)[:, None], 0)
     chunk = place // 8
-    channel = ((chunk % 16) * 4 + chunk // 16) * 8 + place % 8
+    channel = ((chunk % 16) * 4 + chunk // 16) * 8 + (place % 8) // 2 + 4 * (place % 2)
     tl.store(out + ((first_row + row).to(tl.int64) * num_heads + head) * DIM + channel, o.to(tl.bfloat16))
 
 
@@ -549,14 +556,18 @@ def why_not(hardware: object, record: str | None) -> str | None:
 
 
 def plan_splits(rows: int, num_tiles: int, sms: int, deterministic: bool) -> tuple[int, int]:
-    """-> (rows done whole, splits of each other row): the last, partial wave of rows is split to fill it."""
+    """-> (rows done whole, splits of each other row): the last, partial wave of rows is split to fill it,
+    into no more parts than the longest part needs."""
     tail = rows % sms
-    splits = 1 if deterministic or tail == 0 else min(num_tiles, sms // tail, MAX_SPLITS)
+    if deterministic or tail == 0:
+        return rows, 1
+    longest = triton.cdiv(num_tiles, min(sms // tail, MAX_SPLITS))
+    splits = triton.cdiv(num_tiles, longest)
     return (rows, 1) if splits == 1 else (rows - tail, splits)
 
 
 def record_layout(record: str, page_states: int) -> tuple[int, ...]:
-    """What a producer is specialised on: states a page, stride of data, place and stride of scales, decoder."""
+    """What a producer is specialised on: states a page, stride of data, scales' place and stride, decoder."""
     data, scales = records.regions(record, page_states, HEAD_DIM, ROPE_DIM)
     return page_states, data.stride, scales.offset, scales.stride, KINDS[record].value
 
@@ -570,8 +581,8 @@ def specialisation(
     num_heads: int = MAX_HEADS,
     q_head: int = HEAD_DIM,
 ) -> dict[str, object]:
-    """Compile-time arguments of `_attend`. `few`: an item is a few tiles and its latency counts, so four producer
-    warps with more registers, and wider products. Otherwise their throughput counts: eight warps."""
+    """Compile-time arguments of `_attend`. `few`: an item is a few tiles and its latency counts, so four
+    producer warps with more registers, and wider products. Otherwise their throughput counts: eight warps."""
     return {
         "NUM_HEADS": num_heads,
         "Q_HEAD": q_head,
@@ -579,7 +590,7 @@ def specialisation(
         "STATE": record_layout(state_record, state_page),
         "PV_N": 256 if few else 128,
         "PRODUCER_WARPS": 4 if few else 8,
-        "PRODUCER_REGISTERS": 112 if few else 80,
+        "PRODUCER_REGISTERS": 112 if few else 72,
         "FEW": few,
     }
 
@@ -617,9 +628,8 @@ def sparse_attention(
     deterministic: bool,
 ) -> Tensor:
     rows, heads, dim = q.shape
-    assert dim == HEAD_DIM and heads <= MAX_HEADS, (
-        f"the kernel holds at most {MAX_HEADS} heads of {HEAD_DIM}, got {heads} of {dim}"
-    )
+    assert dim == HEAD_DIM, f"heads are {HEAD_DIM} wide here, got {dim}"
+    assert heads <= MAX_HEADS, f"at most {MAX_HEADS} heads a rank, got {heads}"
     assert q.dtype == torch.bfloat16, f"queries are bf16, got {q.dtype}"
     assert sink.dtype == torch.float32, f"sinks are fp32, got {sink.dtype}"
     sink = sink.contiguous()
@@ -637,25 +647,26 @@ def sparse_attention(
     window_slots = window_slots if window_slots.stride(1) == 1 else window_slots.contiguous()
     state_slots = state_slots if state_slots.stride(1) == 1 else state_slots.contiguous()
 
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    full_rows, splits = plan_splits(rows, num_tiles, sms, deterministic)
-    tail = rows - full_rows
-    num_items = full_rows + tail * splits
-    part = torch.empty((tail * splits, MAX_HEADS, HEAD_DIM), dtype=torch.float32, device=q.device)
-    ml = torch.empty((tail * splits, 2, MAX_HEADS), dtype=torch.float32, device=q.device)
-    few = full_rows == 0 and splits > 1
-    grid = (splits, rows) if few else (min(num_items, sms),)
-    _attend[grid](
-        q, window, window_slots, states, state_slots, sink, out, part, ml,
-        q.stride(0), _page_bytes(window_record, window, window_page),
-        _page_bytes(state_record, states, state_page), window_slots.stride(0), state_slots.stride(0),
-        num_window, num_states, num_items, full_rows, splits, HEAD_DIM**-0.5 * LOG2E.value * 512.0,
-        **specialisation(window_record, window_page, state_record, state_page, few, heads, q.stride(1)),
-        num_warps=8,
-    )  # fmt: skip
-    if tail:
-        _combine[(tail, heads)](
-            part, ml, sink, out, heads, splits, full_rows,
-            PARTS=triton.next_power_of_2(splits), DIM=HEAD_DIM, num_warps=4, launch_pdl=True,
+    with torch.cuda.device(q.device):
+        sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+        full_rows, splits = plan_splits(rows, num_tiles, sms, deterministic)
+        tail = rows - full_rows
+        num_items = full_rows + tail * splits
+        part = torch.empty((tail * splits, MAX_HEADS, HEAD_DIM), dtype=torch.float32, device=q.device)
+        ml = torch.empty((tail * splits, 2, MAX_HEADS), dtype=torch.float32, device=q.device)
+        few = full_rows == 0 and splits > 1
+        grid = (splits, rows) if few else (min(num_items, sms),)
+        _attend[grid](
+            q, window, window_slots, states, state_slots, sink, out, part, ml,
+            q.stride(0), _page_bytes(window_record, window, window_page),
+            _page_bytes(state_record, states, state_page), window_slots.stride(0), state_slots.stride(0),
+            num_window, num_states, num_items, full_rows, splits, HEAD_DIM**-0.5 * LOG2E.value * 512.0,
+            **specialisation(window_record, window_page, state_record, state_page, few, heads, q.stride(1)),
+            num_warps=8,
         )  # fmt: skip
+        if tail:
+            _combine[(tail, heads)](
+                part, ml, sink, out, heads, splits, full_rows,
+                PARTS=triton.next_power_of_2(splits), DIM=HEAD_DIM, num_warps=4, launch_pdl=True,
+            )  # fmt: skip
     return out

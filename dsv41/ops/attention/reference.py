@@ -58,7 +58,7 @@ def sparse_attention(
     deterministic: bool,
 ) -> Tensor:
     dim, num_slots = q.shape[-1], window_slots.shape[1] + state_slots.shape[1]
-    tile = max(1, TILE_BYTES // (num_slots * dim * 8))
+    tile = max(1, TILE_BYTES // (max(num_slots, 1) * dim * 8))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # contiguous whatever q is: the fake says so
     for start in range(0, q.shape[0], tile):
         rows = slice(start, start + tile)
@@ -68,7 +68,6 @@ def sparse_attention(
                 (window_record, window, window_slots, window_page),
                 (state_record, states, state_slots, state_page),
             )
-            if slots.shape[1]
         ]
         listed = torch.cat((window_slots[rows], state_slots[rows]), dim=1) >= 0
         out[rows] = attend(q[rows], torch.cat(parts, dim=1), listed, sink)

@@ -1,0 +1,179 @@
+"""Sparse attention on one GPU: time, bytes, flops, and the distance to the roof measured in the same run.
+
+    python profiles/attention.py [--rows 1,8,32] [--records scaled_528,nvfp4_288] [--deterministic]
+                                 [--output profiles/baselines/attention.json]
+
+Every row lists 128 window states and 512 selected states, 64 heads of 512. Up to 512 rows, a row is a
+request of 2048 states of its own (decode, 4k tokens at ratio 2); 4096 rows are one chunk over a prefix of
+32768 states, whose windows overlap (prefill). Keys and queries are random, selections uniform without
+repetition. Times are medians over replays of one captured graph of several calls, which take turns over
+four selections; few rows so stay in L2. Parity with the reference is checked first: no numbers without it.
+Prints a table, then one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dsv41.ops import records
+from dsv41.ops.attention.op import sparse_attention
+
+HEADS, DIM, ROPE, WINDOW, SELECTED, PAGE = 64, 512, 64, 128, 512, 64
+MUST = {1: 12.5, 8: 15.0, 32: 25.0, 128: 40.0, 512: 150.0, 4096: 1000.0}  # us, spec/performance.md section 4
+AIM = {1: 8.0, 8: 10.0, 32: 18.0, 128: 33.0, 512: 120.0, 4096: 650.0}
+TOLERANCE = 4e-3
+
+
+def graph_us(calls: list[Callable[[], object]], replays: int = 15) -> tuple[float, float]:
+    """(median, worst) microseconds of one call in a replayed graph of all of them."""
+    for call in calls[:4]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    samples = []
+    for _ in range(replays + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        samples.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(samples[2:]), max(samples[2:])
+
+
+def roofs() -> dict[str, float]:
+    """Read bandwidth in TB/s (an fp32 sum over 4 GB) and the bf16 matmul rate in TFLOP/s (8192^3)."""
+    data = torch.ones(1 << 30, device="cuda")
+    read = graph_us([lambda: data.sum()] * 2, 5)[0]
+    a, b = (torch.randn(8192, 8192, device="cuda").to(torch.bfloat16) for _ in range(2))
+    product = graph_us([lambda: a @ b] * 4, 5)[0]
+    return {"read_TB_s": data.nbytes / read / 1e6, "bf16_TFLOP_s": 2 * 8192**3 / product / 1e6}
+
+
+def pool(record: str, num_states: int) -> Tensor:
+    """Pages of random states; 65536 different ones, repeated."""
+    distinct = min(num_states, 65536)
+    pages, shape = -(-distinct // PAGE), (PAGE, DIM)
+    if record == "rows_bf16":
+        cache = torch.empty((pages, *shape), dtype=torch.bfloat16, device="cuda")
+    else:
+        stride = records.page_bytes(record, PAGE, DIM, ROPE)
+        stride = -(-stride // 576) * 576 if record == "mixed_584" else -(-stride // 64) * 64
+        cache = torch.zeros((pages, stride), dtype=torch.uint8, device="cuda")
+    x = torch.randn((pages * PAGE, DIM), device="cuda")
+    records.write_slots(record, cache, torch.arange(pages * PAGE, device="cuda"), x, PAGE, ROPE)
+    return cache.repeat(-(-num_states // (pages * PAGE)), *([1] * (cache.dim() - 1)))
+
+
+def problem(rows: int, window_record: str, state_record: str, deterministic: bool) -> list[list]:
+    """Arguments of `sparse_attention` without its implementation, one list per selection."""
+    prefill = rows > 512
+    context = 32768 if prefill else 2048
+    window = pool(window_record, (rows + WINDOW) if prefill else rows * WINDOW)
+    states = pool(state_record, context if prefill else rows * context)
+    row = torch.arange(rows, device="cuda", dtype=torch.int32)[:, None]
+    window_slots = row * (1 if prefill else WINDOW) + torch.arange(WINDOW, device="cuda", dtype=torch.int32)
+    q = torch.randn((rows, HEADS, DIM), device="cuda").to(torch.bfloat16)
+    sink = torch.randn(HEADS, device="cuda")
+    sets = []
+    for _ in range(4):
+        # Without repetition: one state out of each of 512 parts of the context, then shuffled.
+        part = context // SELECTED
+        chosen = torch.arange(SELECTED, device="cuda") * part
+        chosen = chosen + torch.randint(part, (rows, SELECTED), device="cuda")
+        chosen = chosen.gather(1, torch.rand((rows, SELECTED), device="cuda").argsort(1)).to(torch.int32)
+        slots = chosen if prefill else chosen + row * context
+        sets.append(
+            [
+                q,
+                window,
+                window_slots,
+                window_record,
+                PAGE,
+                states,
+                slots,
+                state_record,
+                PAGE,
+                sink,
+                ROPE,
+                deterministic,
+            ]
+        )
+    return sets
+
+
+def error(args: list, impl: str) -> float:
+    """Relative error of up to 24 rows against the reference."""
+    got = sparse_attention(*args, impl).double()
+    rows = torch.linspace(0, len(got) - 1, min(len(got), 24), device="cuda").long()
+    few = [arg[rows] if position in (0, 2, 6) else arg for position, arg in enumerate(args)]
+    expected = sparse_attention(*few, "reference").double()
+    return float((got[rows] - expected).norm() / expected.norm())
+
+
+def measure(
+    rows: int, window_record: str, state_record: str, deterministic: bool, impl: str, roof: dict
+) -> dict:
+    sets = problem(rows, window_record, state_record, deterministic)
+    off = error(sets[0], impl)
+    if not off <= TOLERANCE:
+        raise SystemExit(f"{rows} rows are {off:.2e} off the reference: no numbers")
+    number = 20 if rows <= 128 else 4
+    median, worst = graph_us([lambda a=sets[n % 4]: sparse_attention(*a, impl) for n in range(number)])
+    state_bytes = [records.state_bytes(record, DIM, ROPE) for record in (window_record, state_record)]
+    num_bytes = rows * (WINDOW * state_bytes[0] + SELECTED * state_bytes[1] + 2 * 2 * HEADS * DIM)
+    flops = 4 * rows * HEADS * DIM * (WINDOW + SELECTED)
+    floor = max(num_bytes / roof["read_TB_s"], flops / roof["bf16_TFLOP_s"]) / 1e6
+    return {
+        "rows": rows, "window_record": window_record, "state_record": state_record, "impl": impl,
+        "deterministic": deterministic, "us": round(median, 2), "worst_us": round(worst, 2), "error": off,
+        "bytes": num_bytes, "flops": flops, "TB_s": round(num_bytes / median / 1e6, 3),
+        "TFLOP_s": round(flops / median / 1e6, 1), "roof_percent": round(100 * floor / median, 1),
+        "must_us": MUST.get(rows), "aim_us": AIM.get(rows),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", default="1,8,32,128,512,4096")
+    parser.add_argument("--records", default="scaled_528,nvfp4_288", help="of the window and of the states")
+    parser.add_argument("--impl", default="gluon")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    roof = roofs()
+    table = [
+        measure(int(rows), *arguments.records.split(","), arguments.deterministic, arguments.impl, roof)
+        for rows in arguments.rows.split(",")
+    ]
+    print(" rows       us    worst   TB/s TFLOP/s roof %   must    aim   error")
+    for line in table:
+        figures = [line[key] for key in ("us", "worst_us", "TB_s", "TFLOP_s", "roof_percent")]
+        targets = [line[key] or 0.0 for key in ("must_us", "aim_us")]
+        print("{:5d} {:8.2f} {:8.2f} {:6.2f} {:7.1f} {:6.1f}".format(line["rows"], *figures), end="")
+        print(" {:6.1f} {:6.1f} {:7.1e}".format(*targets, line["error"]))
+    report = {
+        "benchmark": "attention", "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "synthetic": "random keys and queries, uniform selections", "roofs": roof, "rows": table,
+    }  # fmt: skip
+    print(json.dumps(report))
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
