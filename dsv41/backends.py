@@ -40,7 +40,18 @@ class Backends:
 
 
 FAMILIES = tuple(field.name for field in fields(Backends) if field.name not in RECORD_FIELDS)
-PRESETS = {"cpu": Backends()}
+PRESETS = {
+    "cpu": Backends(),
+    "sm90": Backends(
+        attention="gluon",
+        indexing="triton",
+        compression="triton",
+        publish="triton",
+        window_record="scaled_528",
+        state_record="nvfp4_288",
+        index_record="mxfp4_68",
+    ),
+}
 
 
 def _records_for(backends: Backends, numerics: Numerics) -> Backends:

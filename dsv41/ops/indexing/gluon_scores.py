@@ -1,27 +1,31 @@
 """Index scores of fp4 keys on Hopper: 32 heads, 128 channels, `mxfp4_68` pages, bf16 tensor cores (Gluon).
 
-    decode_kernel   grid [splits, row groups]   one row at a time; N = 32 heads; two tiles of 64 states a turn
-    prefill_kernel  grid [row groups, splits]   8 rows of one request at a time; N = 256
+    decode_kernel   grid [splits, rows]         one row a program; N = 32 heads; two tiles of 64 states a turn
+    prefill_kernel  grid [row groups, splits]   8 rows of one request; N = 256
 
-Layout. Keys are the M side. A lane takes 16 contiguous bytes of a state, which is one scale group: one 16-byte
-load and one scale byte feed rows lane / 4 and + 8 of a wgmma A fragment without a shuffle, because the order
-of K is free and q is stored in the order that the codes come out (`K_ORDER`). The trick: e2m1 code bits are
+Layout. Keys are the M side. A lane takes 16 contiguous bytes of a state, which is one scale group: one
+16-byte load and one scale byte feed rows lane / 4 and + 8 of a wgmma A fragment without a shuffle, because
+the order of K is free and q is stored in the order that the codes come out. The trick: e2m1 code bits are
 put at the low exponent and high mantissa bits of a bf16 and one bf16x2 multiply by the group's scale makes
-the value, subnormal 0.5 included. Everything is 2^-64 too small, which the head weights undo. relu is
-x + |x|, which keeps NaN and runs beside the integer work; its factor 2 is in the weights too.
+the value, subnormal 0.5 included. Everything is 2^-64 too small, which the head weights undo. relu is x +
+|x|, which keeps NaN and runs beside the integer work; its factor 2 is in the weights too.
 
-Exact: products of fp4 values and scales have at most 10 significant bits, sums are fp32 (measured against
-float64: 1e-7 of the row's norm). Scale bytes below 62 may flush a value to zero (keys under 2^-60); those
-above 192 count as NaN. Folding scales into e4m3 would save 5 to 15 percent at one row and a third in prefill,
-but it rounds unquantised queries to 4 bits and cannot be told from the arguments: not done.
+Exact products, fp32 sums: within 2e-6 of a row's norm of float64 (tested). Scale bytes below 62 may flush a
+value to zero (keys under 2^-60); those above 192 count as NaN. Folding scales into e4m3 would save 5 to 15
+percent at one row and a third in prefill, but it rounds unquantised queries to 4 bits and the arguments do
+not tell: not done.
 
-Pages: a tile of 64 states lies in one page (S a multiple of 64), or a lane finds its states one by one (smaller
-pages; candidate lists, BLOCK > 0). A group of 8 rows goes to the prefill kernel if its rows share a request,
-else to the decode kernel: both are launched, each leaves the other's groups alone, and the sum over heads has
-one order in both, so a row's bits do not depend on its group.
+Pages: a tile of 64 states lies in one page (S a multiple of 64), or a lane finds its states one by one
+(smaller pages; candidate lists, BLOCK > 0). A group of 8 rows goes to the prefill kernel if its rows share
+a request, else to the decode kernel: both are launched, each leaves the other's groups alone, and the sum
+over heads has one order in both, so a row's bits do not depend on its group.
 
 A barrier follows every wgmma wait of the prefill kernel: builds without it gave wrong rows (cause not
 established); the decode kernel names A in the wait, so that its registers are not reused too early.
+
+Limits (H200): a tile costs a warp 244 instructions, so a million states need 15 us of issue slots; the
+prototype's loads alone took 22; 35 are measured, so the two overlap badly with 16 warps an SM. A ring of
+pages fed by the copy engine (4 to 8 stages, 6 CTAs an SM) was no faster: 36.1 us.
 """
 
 from __future__ import annotations
@@ -59,7 +63,7 @@ EIGHT = gl.constexpr((gl.bfloat16,) * 8)
 
 @gluon.constexpr_function
 def page_layout():
-    """[64 states, 4 groups, 4 words]: a lane owns one group (16 bytes) of states lane / 4 and lane / 4 + 8."""
+    """[64 states, 4 groups, 4 words]: a lane owns a group (16 bytes) of states lane / 4 and lane / 4 + 8."""
     lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
     registers = [[0, 0, 1], [0, 0, 2], [8, 0, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0, 0], [32, 0, 0]], [], [64, 4, 4])
@@ -117,7 +121,7 @@ def fetch(k32, k8, page, state, PAGE: gl.constexpr, S: gl.constexpr, VECTOR: gl.
 
 @gluon.jit
 def dequantise(codes, scale, MMA: gl.constexpr):
-    """-> bf16 [64, 128] as an A operand in K_ORDER, 2^-64 of the value"""
+    """-> bf16 [64, 128] as an A operand in the codes' order of K, 2^-64 of the value"""
     scale = scale.to(gl.int32)
     bits = gl.where(scale > 192, 0x7FC0, (scale + 62) << 7)
     s = gl.expand_dims(bits.to(gl.int16).to(gl.bfloat16, bitcast=True), 2)
@@ -126,14 +130,15 @@ def dequantise(codes, scale, MMA: gl.constexpr):
     )
     even = gl.join(gl.join(v0, v4), gl.join(v2, v6))
     odd = gl.join(gl.join(v1, v5), gl.join(v3, v7))
-    v = gl.reshape(gl.join(even, odd), [64, 4, 2, 2, 2, 2, 2])  # state, group, wp, w, half, n1, n0
-    v = gl.reshape(gl.permute(v, [0, 2, 3, 5, 6, 1, 4]), [64, 128])
+    v = gl.reshape(gl.join(even, odd), [64, 4, 2, 2, 2, 2, 2])  # state, group, wp, half, w, n1, n0
+    v = gl.reshape(gl.permute(v, [0, 2, 4, 5, 6, 1, 3]), [64, 128])
     return gl.convert_layout(v, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
 @gluon.jit
 def load_queries(q, first_head, num_heads, N: gl.constexpr):
-    """bf16 [N, 128] rows of heads, channels in K_ORDER: dim = 32 group + 16 wp + 8 w + 4 half + 2 n1 + n0."""
+    """bf16 [N, 128], a row a head, in the codes' order of K: (wp, w, n1, n0, group, half), last fastest, is
+    channel 32 group + 16 wp + 8 w + 4 half + 2 n1 + n0."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     h = gl.arange(0, N, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, 128, layout=gl.SliceLayout(0, L))
@@ -145,7 +150,7 @@ def load_queries(q, first_head, num_heads, N: gl.constexpr):
 
 @gluon.jit
 def group_of(row_request, num_states, group, num_rows):
-    """(lowest, highest request, most states) of the live rows of a group of 8; lowest > highest: none lives."""
+    """(lowest, highest request, most states) of the live rows of a group of 8; lowest > highest: none."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     row = group * 8 + gl.arange(0, 8, layout=L)
     request = gl.load(row_request + row, mask=row < num_rows, other=-1)
@@ -162,67 +167,70 @@ def store_row(acc, w, scores, tile, n):
     gl.store(scores + j, s, mask=j < n)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_rows", "table_stride", "candidate_stride"])
 def decode_kernel(
-    k32, k8, table, candidates, row_request, num_states, lengths, q, w, scores,
+    k32, k8, table, candidates, row_request, lengths, q, w, scores,
     num_rows, table_stride, candidate_stride, stride,
-    PAGE: gl.constexpr, S: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
+    PAGE: gl.constexpr, S: gl.constexpr, BLOCK: gl.constexpr, MIXED: gl.constexpr, LOOP: gl.constexpr,
 ):  # fmt: skip
-    """ROWS > 1: this program's group of rows, one after the other; without candidates, mixed groups alone."""
+    """LOOP: every num_programs-th pair of tiles of a row. The next pair's loads leave as soon as the
+    registers that they fill are dequantised, and its pages are known a turn before that. Without LOOP a
+    program has one tile and the grid covers all. MIXED: leave the rows of the prefill kernel's groups."""
     MMA: gl.constexpr = accumulator(32)
     VECTOR: gl.constexpr = BLOCK > 0 or S % 64 != 0
-    begin = gl.program_id(1) * ROWS
-    end = gl.minimum(begin + ROWS, num_rows)
-    if ROWS > 1 and BLOCK == 0:
-        lowest, highest, _ = group_of(row_request, num_states, gl.program_id(1), num_rows)
-        end = gl.where(lowest < highest, end, begin)
-    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([32, 128], gl.bfloat16)
-    qs = gl.allocate_shared_memory(gl.bfloat16, [32, 128], shared)
-    step = 2 * gl.num_programs(0)
-    first = 2 * gl.program_id(0)
-    for row in range(begin, end):
-        request = gl.load(row_request + row)
-        if BLOCK > 0:
-            n = gl.load(lengths + row)
-        else:
-            n = gl.load(num_states + row)
-        n = gl.where(request < 0, 0, n)
-        if first * 64 < n:
-            pages = table + request.to(gl.int64) * table_stride
-            blocks = candidates + row.to(gl.int64) * candidate_stride
-            out = scores + row.to(gl.int64) * stride
-            last = n - 1
-            tiles = (n + 63) // 64
-            page0, state0 = locate(pages, blocks, first, last, S, BLOCK)
-            page1, state1 = locate(pages, blocks, first + 1, last, S, BLOCK)
-            x0, e0 = fetch(k32, k8, page0, state0, PAGE, S, VECTOR)
+    row = gl.program_id(1)
+    request = gl.load(row_request + row)
+    n = gl.load(lengths + row)
+    n = gl.where(request < 0, 0, n)
+    if MIXED:
+        lowest, highest, _ = group_of(row_request, lengths, row // 8, num_rows)
+        n = gl.where(lowest < highest, n, 0)
+    first = (2 if LOOP else 1) * gl.program_id(0)
+    if first * 64 < n:
+        table += request.to(gl.int64) * table_stride
+        candidates += row.to(gl.int64) * candidate_stride
+        last = n - 1
+        step = 2 * gl.num_programs(0)
+        page0, state0 = locate(table, candidates, first, last, S, BLOCK)
+        if LOOP:
+            page1, state1 = locate(table, candidates, first + 1, last, S, BLOCK)
+        queries = load_queries(q, row * 32, num_rows * 32, 32)  # while the pages are looked up
+        wv = gl.load(w + row * 32 + gl.arange(0, 32, layout=gl.SliceLayout(0, MMA))).to(gl.float32) * UNDO
+        x0, e0 = fetch(k32, k8, page0, state0, PAGE, S, VECTOR)
+        if LOOP:
             x1, e1 = fetch(k32, k8, page1, state1, PAGE, S, VECTOR)
-            page0, state0 = locate(pages, blocks, first + step, last, S, BLOCK)
-            page1, state1 = locate(pages, blocks, first + step + 1, last, S, BLOCK)
-            gl.thread_barrier()  # the row before is done with qs
-            qs.store(load_queries(q, row * 32, num_rows * 32, 32))
-            wv = gl.load(w + row * 32 + gl.arange(0, 32, layout=gl.SliceLayout(0, MMA))).to(gl.float32) * UNDO
-            fence_async_shared()
-            gl.thread_barrier()
-            zero = gl.zeros([64, 32], gl.float32, layout=MMA)
-            for tile in range(first, tiles, step):
+            page0, state0 = locate(table, candidates, first + step, last, S, BLOCK)
+            page1, state1 = locate(table, candidates, first + step + 1, last, S, BLOCK)
+        scores += row.to(gl.int64) * stride
+        shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([32, 128], gl.bfloat16)
+        qs = gl.allocate_shared_memory(gl.bfloat16, [32, 128], shared, queries)
+        fence_async_shared()
+        gl.thread_barrier()
+        zero = gl.zeros([64, 32], gl.float32, layout=MMA)
+        if LOOP:
+            for tile in range(first, (n + 63) // 64, step):
                 a0 = dequantise(x0, e0, MMA)
-                a1 = dequantise(x1, e1, MMA)
                 c0 = warpgroup_mma(a0, qs.permute((1, 0)), zero, use_acc=False, is_async=True)
-                c1 = warpgroup_mma(a1, qs.permute((1, 0)), zero, use_acc=False, is_async=True)
                 x0, e0 = fetch(k32, k8, page0, state0, PAGE, S, VECTOR)
+                page0, state0 = locate(table, candidates, tile + 2 * step, last, S, BLOCK)
+                a1 = dequantise(x1, e1, MMA)
+                d0, a0 = warpgroup_mma_wait(0, deps=(c0, a0))
+                c1 = warpgroup_mma(a1, qs.permute((1, 0)), zero, use_acc=False, is_async=True)
                 x1, e1 = fetch(k32, k8, page1, state1, PAGE, S, VECTOR)
-                page0, state0 = locate(pages, blocks, tile + 2 * step, last, S, BLOCK)
-                page1, state1 = locate(pages, blocks, tile + 2 * step + 1, last, S, BLOCK)
-                d0, a0 = warpgroup_mma_wait(1, deps=(c0, a0))
-                store_row(d0, wv, out, tile, n)
+                page1, state1 = locate(table, candidates, tile + 2 * step + 1, last, S, BLOCK)
+                store_row(d0, wv, scores, tile, n)
                 d1, a1 = warpgroup_mma_wait(0, deps=(c1, a1))
-                store_row(d1, wv, out, tile + 1, n)
+                store_row(d1, wv, scores, tile + 1, n)
+        else:
+            a0 = dequantise(x0, e0, MMA)
+            c0 = warpgroup_mma(a0, qs.permute((1, 0)), zero, use_acc=False, is_async=True)
+            d0, a0 = warpgroup_mma_wait(0, deps=(c0, a0))
+            store_row(d0, wv, scores, first, n)
 
 
 @gluon.jit
 def sum_heads(acc, w, R: gl.constexpr):
-    """[64, 32 R] -> [64, R]: summed as `store_row` does: 8 in the lane, then lanes 0 + 2 and 1 + 3, then those two."""
+    """[64, 32 R] -> [64, R] in the order of `store_row`: a lane's 8, lanes 0 + 2 and 1 + 3, then those."""
     v = (acc + gl.abs(acc)) * gl.expand_dims(w, 0)
     v = gl.permute(gl.reshape(v, [64, R, 4, 4, 2]), [0, 1, 3, 2, 4])
     v = gl.sum(gl.reshape(v, [64, R, 4, 8]), axis=3)
@@ -230,7 +238,7 @@ def sum_heads(acc, w, R: gl.constexpr):
     return gl.sum(gl.sum(gl.reshape(v, [64, R, 2, 2]), axis=2), axis=2)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_rows", "table_stride"])
 def prefill_kernel(
     k32, k8, table, row_request, num_states, q, w, scores, num_rows, table_stride, stride,
     PAGE: gl.constexpr, S: gl.constexpr, R: gl.constexpr,

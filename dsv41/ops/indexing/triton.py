@@ -9,10 +9,10 @@ the scores) and, where candidates are published, block maxima (an eighth of the 
 2.2 SCORE_BYTES however long the prompt is: 4096 rows that may see a million states go 64 rows at a time.
 
 Against the reference: scores are fp32 sums, not rounded to bf16 after the dot, the weighting and the sum, so
-they differ from it by its own rounding (2^-8 of the largest head's term) and agree with float64 to about 1e-6
-of a row's norm. The selection is exact for the scores the kernel computed. Candidate lists must ascend, as
-`candidate_blocks` makes them; only the listed blocks' keys are read. Rows that see no more than k states are
-scored (NaN is to be reported) but never searched.
+they differ from it by its own rounding (2^-8 of the largest head's term) and agree with float64 to 2e-6 of a
+row's norm (tested). The selection is exact for the scores the kernel computed. Candidate lists must ascend,
+as `candidate_blocks` makes them; only the listed blocks' keys are read. Rows that see no more than k states
+are scored (NaN is to be reported) but never searched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SCORE_BYTES = 256 << 20
 PLAIN_TILE = 64
 GROUP_ROWS = 8  # rows of a prefill group
 FEW_ROWS = 16  # to here rows are scored one by one
-ROW_COLUMNS = 32768  # the longest row that one CTA selects from
+MANY_ROWS = 64  # from here one CTA selects from a row, below it several
 KINDS = {"mxfp4_68": "mxfp4", "fp8_132": "fp8", "rows_bf16": "rows"}
 
 
@@ -121,8 +121,8 @@ def select(
     states = page_table.shape[1] * page_states
     listed = candidates.shape[1]
     columns = min(listed * block_states, _round_up(states, block_states)) if listed else states
-    width = _round_up(max(columns, states if num_blocks else 0), 64)
-    tile = max(1, SCORE_BYTES // (4 * width))
+    width = _round_up(max(columns, states if num_blocks else 0, 1), 64)
+    tile = max(1, min(SCORE_BYTES // (4 * width), 32768))
     tile = min(num_rows, tile // GROUP_ROWS * GROUP_ROWS or tile)
     scores = torch.empty((tile, width), dtype=torch.float32, device=device)
     every = Rows(row_request, num_states, page_table, page_states)
@@ -161,7 +161,7 @@ def _int32(x: Tensor) -> Tensor:
 
 
 def _aligned(scores: Tensor) -> Tensor:
-    """Rows that start at 16 bytes and end at a multiple of them: the selection loads four scores at a time."""
+    """Rows that start at 16 bytes and end at a multiple of them: the selection loads quads of scores."""
     assert scores.dtype == torch.float32, f"scores are fp32, got {scores.dtype}"
     short = -scores.shape[1] % 4
     if short or scores.stride(1) != 1 or scores.stride(0) % 4 or scores.data_ptr() % 16:
@@ -231,16 +231,19 @@ def score_fp4(
     num_rows, tiles = q.shape[0], scores.shape[1] // 64
     words, table, processors = keys.view(torch.int32), rows.table, _processors(q.device)
     grouped = num_rows > FEW_ROWS and not block
-    groups = triton.cdiv(num_rows, GROUP_ROWS) if grouped else num_rows
-    splits = max(1, min(triton.cdiv(tiles, 2), triton.cdiv(4 * processors, groups)))
-    gluon_scores.decode_kernel[(splits, groups)](
-        words, keys, table, listed, rows.row_request, rows.num_states, lengths, q, weights, scores,
+    groups = triton.cdiv(num_rows, GROUP_ROWS)
+    waves = 8 if tiles >= 8192 else 4  # CTAs an SM, 4 of them at a time: two rounds even out the longest rows
+    loop = tiles * num_rows > waves * processors
+    splits = max(2 if grouped else 1, waves * processors // num_rows)  # no CTA left for a round of its own
+    splits = min(splits, triton.cdiv(tiles, 2)) if loop else tiles
+    gluon_scores.decode_kernel[(splits, num_rows)](
+        words, keys, table, listed, rows.row_request, lengths, q, weights, scores,
         num_rows, table.stride(0), listed_stride, scores.stride(0),
-        keys.stride(0), rows.page_states, block, GROUP_ROWS if grouped else 1,
+        keys.stride(0), rows.page_states, block, grouped, loop,
         num_warps=4, maxnreg=128,
     )  # fmt: skip
     if grouped:
-        splits = max(1, min(triton.cdiv(tiles, 8), triton.cdiv(8 * processors, groups)))
+        splits = max(1, min(triton.cdiv(tiles, 8), triton.cdiv(4 * processors, groups)))
         gluon_scores.prefill_kernel[(groups, splits)](
             words, keys, table, rows.row_request, rows.num_states, q, weights, scores,
             num_rows, table.stride(0), scores.stride(0),
@@ -282,7 +285,7 @@ def choose(
     size: int = 1,
     drop: bool = False,
 ) -> None:
-    """The k best of the first `lengths / size` of `columns` scores; `block`: columns are candidates' states."""
+    """The k best of the first `lengths / size` of `columns` scores; `block`: of candidates' states."""
     num_rows, k = selection.shape
     page_states = 0
     request, table, table_stride = lengths, lengths, 0
@@ -294,33 +297,34 @@ def choose(
     flags = selection if faulty is None else faulty
     kp = _power(k)
     groups, cap = 2 * kp, min(8 * kp, max(8192, 2 * kp))
-    members = 4 if columns <= 4 * groups else 32  # a group's hits are one word
-    common = {"DROP": drop, "BLOCK": block, "S": page_states, "REQUESTS": rows is not None}
-    if columns <= max(min(ROW_COLUMNS, groups * members), 4 * groups):
-        survivors = selection.new_empty((num_rows, cap) if members > 4 else 0)
+    whole = max(min(4 * groups, 8192), groups)  # the longest row that is searched as it is
+    common = {"FROM": size, "DROP": drop, "REQUESTS": rows is not None}
+    chosen = {"BLOCK": block, "S": page_states, "FAULTS": faulty is not None}
+    if columns <= whole or num_rows >= MANY_ROWS:
+        survivors = selection.new_empty((num_rows, cap) if columns > whole else 0)
         triton_topk.row_kernel[(num_rows,)](
             scores, lengths, request, selection, slots, flags, listed, table, survivors,
             scores.stride(0), listed_stride, table_stride,
-            K=k, KP=kp, W=groups, G=members, DIRECT=4 * groups, CAP=cap, FROM=size,
-            FAULTS=faulty is not None, num_warps=4 if groups * members <= 8192 else 16, **common,
+            K=k, KP=kp, W=groups, CAP=cap, DIRECT=whole, LONG=columns > whole,
+            num_warps=4 if columns <= 4096 else 8, **common, **chosen,
         )  # fmt: skip
         return
     chunks = min(256, max(4, triton.next_power_of_2(columns // 1024)))
-    while chunks > 4 and chunks * num_rows > 1056:
+    while chunks > 4 and chunks * num_rows > 264:
         chunks //= 2
-    runs = min(groups, max(2, chunks // 2))
+    runs = min(groups // 4, max(2, chunks // 2))
     chunk_cap = min(triton.cdiv(columns, chunks) + 4, cap)
     maxima, ticket = selection.new_empty((num_rows, groups)), selection.new_empty(num_rows)
     survivors = selection.new_empty((num_rows, chunks * chunk_cap))
     counts = selection.new_empty((num_rows, 3 * chunks))
     triton_topk.maxima_kernel[(runs, num_rows)](
         scores, lengths, request, maxima, ticket, scores.stride(0),
-        C=runs, GROUPS=groups, TILE=max(1, 4096 // (groups // runs)), FROM=size, DROP=drop,
-        REQUESTS=rows is not None, num_warps=8,
+        C=runs, GROUPS=groups, TILE=max(1, 4096 // (groups // runs)), num_warps=8, **common,
     )  # fmt: skip
+    wide = columns > 1024 * chunks
     triton_topk.long_kernel[(chunks, num_rows)](
         scores, lengths, request, selection, slots, flags, listed, table, maxima, survivors, counts, ticket,
         scores.stride(0), listed_stride, table_stride, chunk_cap,
-        K=k, KP=kp, C=chunks, GROUPS=groups, TILE=1024, CAP=cap, FROM=size,
-        FAULTS=faulty is not None, num_warps=2 if kp <= 512 else 4, **common,
+        K=k, KP=kp, C=chunks, GROUPS=groups, W=256 if wide else 128, G=16 if wide else 8, CAP=cap,
+        num_warps=8 if num_rows <= 8 or kp > 512 else 4, **common, **chosen,
     )  # fmt: skip

@@ -55,7 +55,7 @@ def query_kernel(
     H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     R: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
-    """A row as pairs of channels [HP heads, DP / 2]: the even and the odd channel of a pair in two tensors."""
+    """A row as pairs of channels [HP heads, DP / 2]: even and odd channels in two tensors."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HP)[:, None]
     pair = tl.arange(0, DP // 2)[None, :]

@@ -1,24 +1,25 @@
 """Exact top-k of score rows on the device: ascending indices, equal scores keep the smaller index.
 
-A score becomes an ordered int32 key; what may not be chosen (NaN, beyond the row's length, -inf where `DROP`)
-is `NEVER`, the smallest int32. `search` finds the k-th largest key by counting; `emit` keeps what lies above
-it and the first of what equals it by one packed prefix sum, so nothing is ever sorted.
+A score becomes an ordered uint32 key; what may not be chosen (NaN, beyond the row's length, -inf where
+`DROP`) is 0, the smallest key. `search` finds the k-th largest key by counting; `emit` keeps what lies
+above it and the first of what equals it by one packed prefix sum, so nothing is ever sorted.
 
-The one trick: over more than twice k groups of scores, the k-th largest group maximum is a lower bound of the
-k-th score, and about 1.4 k scores reach it (they are kept in order). So a long row costs one cheap read, two
-small searches and no histogram. Rows that defeat the bound (mostly equal scores) take `scan_row`, which is
-exact for anything and only slower.
+The one trick: over 2 k groups of scores, the k-th largest group maximum is a lower bound of the k-th score,
+and about 1.4 k scores reach it (they are kept in order). So a long row costs two cheap reads and two small
+searches, no histogram. The bound may be loose: its search stops at 17/16 k groups. Rows that defeat it
+(mostly equal scores) take `scan_row`, which is exact for anything and only slower.
 
-    row_kernel      grid [rows]      one CTA a row, read once into registers (to 32,768 scores)
-    maxima_kernel   grid [C, rows]   group maxima of a long row; also resets the row's ticket
+    row_kernel      grid [rows]      one CTA a row of any length; short rows without the bound
+    maxima_kernel   grid [C, rows]   group maxima of a row that several CTAs share; also resets its ticket
     long_kernel     grid [C, rows]   every CTA derives the bound and keeps its chunk's survivors; the last to
                                      arrive (by ticket) chooses among them
     blocks_kernel   grid [B, rows]   block maxima, the newest block pinned at +inf
     lengths_kernel  grid [rows]      how many of a row's candidate states it can see
 
-Rows are `num_states [T]` long, 0 for a padding row (`row_request` -1). Everything is deterministic: survivors
-keep their order, and the ticket only says who finishes. No host reads; the workspace needs no clearing.
-`while` where `for` would do: the interpreter takes no loaded value as a range.
+Rows are `num_states [T]` long, 0 for a padding row (`row_request` -1), and start at 16 bytes; the last quad
+may be read past the length, never past the row. Everything is deterministic: survivors keep their order,
+and the ticket only says who finishes. No host reads; the workspace needs no clearing. `while` stands where
+`for` would do: the interpreter takes no loaded value as a range.
 """
 
 from __future__ import annotations
@@ -26,76 +27,61 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NEVER = tl.constexpr(-0x80000000)
-
 
 @triton.jit
 def ordered(score, DROP: tl.constexpr):
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
     refused = score != score
     if DROP:
         refused = refused | (score == float("-inf"))
-    return tl.where(refused, NEVER, key)
+    return tl.where(refused, tl.zeros_like(key), key)
 
 
 @triton.jit
-def count_above(keys, t1, t2, t3):
-    """How many keys exceed each pivot. Counts below 1024 (the pivots lie above the smallest key) share one
-    word, and so one reduction."""
+def count_from(keys, m1, m2, m3):
+    """How many keys reach each pivot. Counts below 1024 (the pivots lie above the smallest key) share a word,
+    and so a reduction."""
     if keys.shape[0] <= 1024:
-        a = tl.sum(
-            tl.where(keys > t1, 1, 0) + tl.where(keys > t2, 1 << 10, 0) + tl.where(keys > t3, 1 << 20, 0), 0
-        )
+        packed = tl.where(keys >= m1, 1, 0) + tl.where(keys >= m2, 1 << 10, 0)
+        a = tl.sum(packed + tl.where(keys >= m3, 1 << 20, 0), 0)
         return a & 1023, (a >> 10) & 1023, a >> 20
     else:
-        a = tl.sum(tl.where(keys > t1, 1, 0) + tl.where(keys > t2, 1 << 16, 0), 0)
-        return a & 0xFFFF, (a >> 16) & 0xFFFF, tl.sum(tl.where(keys > t3, 1, 0), 0)
+        a = tl.sum(tl.where(keys >= m1, 1, 0) + tl.where(keys >= m2, 1 << 16, 0), 0)
+        return a & 0xFFFF, (a >> 16) & 0xFFFF, tl.sum(tl.where(keys >= m3, 1, 0), 0)
 
 
 @triton.jit
-def narrow(lo, hi, above_lo, above_hi, m, c, k):
-    """Tighten [lo, hi) by pivot m, which c keys reach; an exact count closes it."""
-    low = (c >= k) & (m >= lo)
-    high = (c < k) & (m < hi)
-    above_lo = tl.where(low, c, above_lo)
-    lo = tl.where(low, m, lo)
-    above_hi = tl.where(high, c, above_hi)
-    hi = tl.where(high, m, hi)
-    exact = low & (c == k)
-    return lo, tl.where(exact, m, hi), above_lo, tl.where(exact, k, above_hi)
-
-
-@triton.jit
-def search(keys, k):
-    """int32 keys [N <= 32768] -> (lo, hi, taken): choose the `taken` keys >= hi, then the first k - taken of
+def search(keys, k, slack):
+    """uint32 keys [N <= 32768] -> (lo, hi, taken): choose the `taken` keys >= hi, then the first k - taken of
     [lo, hi), all equal to lo. At most k eligible keys: all of them, with an empty [lo, hi).
 
-    Three pivots a turn: the middle (a turn halves the interval at worst) and two beside where the counts
-    say the k-th key should be, as far apart as a random sample of that size may err.
+    slack > 0: lo alone is meant, as a bound that k to k + slack keys reach. Quarters: six turns for a
+    thousand random keys, since an exact count ends the search; sixteen at worst. Interpolated pivots save
+    no turn.
     """
-    eligible = keys > NEVER
+    eligible = keys > 0
     present = tl.sum(tl.where(eligible, 1, 0), 0)
-    lo = tl.min(tl.where(eligible, keys, 0x7FFFFFFF), 0).to(tl.int64)
-    hi = tl.max(keys, 0).to(tl.int64) + 1
+    lo = tl.min(tl.where(eligible, keys, 0xFFFFFFFF), 0)
+    hi = tl.max(keys, 0) + 1
     few = present <= k
-    lo = tl.where(few, NEVER + 1, lo).to(tl.int64)
-    hi = tl.where(few, NEVER + 1, hi).to(tl.int64)
-    above_lo = present
-    above_hi = tl.where(few, present, 0)
-    while hi - lo > 1:
-        span = (hi - lo).to(tl.float32)
-        inside = (above_lo - above_hi).to(tl.float32)
-        guess = span * ((above_lo - k).to(tl.float32) + 0.5) / inside
-        reach = span / tl.sqrt(inside) * 0.75
-        m2 = lo + (hi - lo) // 2
-        m1 = tl.minimum(tl.maximum(lo + (guess - reach).to(tl.int64), lo + 1), hi - 1)
-        m3 = tl.minimum(tl.maximum(lo + (guess + reach).to(tl.int64), lo + 1), hi - 1)
-        c1, c2, c3 = count_above(keys, (m1 - 1).to(tl.int32), (m2 - 1).to(tl.int32), (m3 - 1).to(tl.int32))
-        lo, hi, above_lo, above_hi = narrow(lo, hi, above_lo, above_hi, m1, c1, k)
-        lo, hi, above_lo, above_hi = narrow(lo, hi, above_lo, above_hi, m2, c2, k)
-        lo, hi, above_lo, above_hi = narrow(lo, hi, above_lo, above_hi, m3, c3, k)
-    return lo, hi, above_hi
+    lo = tl.where(few, 1, lo).to(tl.uint32)
+    hi = tl.where(few, 1, hi).to(tl.uint32)
+    reach_lo = present
+    taken = tl.where(few, present, 0)
+    while (hi - lo > 1) & (reach_lo - k > slack):
+        quarter = ((hi - lo) >> 2) + (((hi - lo) & 3) != 0).to(tl.uint32)
+        m1 = lo + quarter
+        m2 = tl.minimum(m1 + quarter, hi)
+        m3 = tl.minimum(m2 + quarter, hi)
+        c1, c2, c3 = count_from(keys, m1, m2, m3)
+        hi = tl.where(c3 >= k, hi, tl.where(c2 >= k, m3, tl.where(c1 >= k, m2, m1)))
+        lo = tl.where(c3 >= k, m3, tl.where(c2 >= k, m2, tl.where(c1 >= k, m1, lo)))
+        taken = tl.where(c3 >= k, taken, tl.where(c2 >= k, c3, tl.where(c1 >= k, c2, c1)))
+        reach_lo = tl.where(c3 >= k, c3, tl.where(c2 >= k, c2, tl.where(c1 >= k, c1, reach_lo)))
+        hi = tl.where(reach_lo == k, lo, hi)
+        taken = tl.where(reach_lo == k, k, taken)
+    return lo, hi, taken
 
 
 @triton.jit
@@ -125,9 +111,9 @@ def emit(
     K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """keys [N] in index order -> the K best indices, ascending, then -1."""
-    lo, hi, taken = search(keys, K)
-    above = keys > (hi - 1).to(tl.int32)
-    equal = (keys > (lo - 1).to(tl.int32)) & (~above)
+    lo, hi, taken = search(keys, K, 0)
+    above = keys >= hi
+    equal = (keys >= lo) & (~above)
     packed = tl.where(above, 1, 0) + tl.where(equal, 65536, 0)
     before = tl.cumsum(packed, 0) - packed
     equal_before = (before >> 16) & 0xFFFF
@@ -147,7 +133,7 @@ def whole_row(
     """A row of at most N scores, searched as it is. -> 1 if it holds NaN"""
     i = tl.arange(0, N)
     f = tl.load(x + i, mask=i < (n + 3) // 4 * 4, other=float("-inf"))  # whole quads load as one
-    key = tl.where(i < n, ordered(f, DROP), NEVER)
+    key = tl.where(i < n, ordered(f, DROP), 0)
     emit(key, i, selection, slots, candidates, table, K, KP, BLOCK, S)
     return tl.max(((f != f) & (i < n)).to(tl.int32), 0)
 
@@ -160,16 +146,16 @@ def scan_row(
 ):  # fmt: skip
     """Any row, one CTA: bisection by counts over memory, then one ordered pass."""
     i = tl.arange(0, W)
-    lo = (tl.zeros([], tl.int64) + NEVER) + 1
-    hi = tl.zeros([], tl.int64) + 0x7FFFFFFF
+    lo = tl.full([], 1, tl.uint32)
+    hi = tl.full([], 0xFFFFFFFF, tl.uint32)
     taken = 0
     while hi - lo > 1:
-        middle = lo + (hi - lo) // 2
+        middle = lo + ((hi - lo) >> 1)
         counts = tl.zeros([W], tl.int32)
         start = 0
         while start < n:
             key = ordered(tl.load(x + start + i, mask=start + i < n, other=float("nan")), DROP)
-            counts += (key > (middle - 1).to(tl.int32)).to(tl.int32)
+            counts += (key >= middle).to(tl.int32)
             start += W
         count = tl.sum(counts, 0)
         lo = tl.where(count >= K, middle, lo)
@@ -181,8 +167,8 @@ def scan_row(
     start = 0
     while start < n:
         key = ordered(tl.load(x + start + i, mask=start + i < n, other=float("nan")), DROP)
-        above = key > (hi - 1).to(tl.int32)
-        equal = (key > (lo - 1).to(tl.int32)) & (~above)
+        above = key >= hi
+        equal = (key >= lo) & (~above)
         packed = tl.where(above, 1, 0) + tl.where(equal, 65536, 0)
         before = tl.cumsum(packed, 0) - packed
         equal_before = equal_done + ((before >> 16) & 0xFFFF)
@@ -209,44 +195,61 @@ def row_length(lengths, row_request, row, FROM: tl.constexpr, REQUESTS: tl.const
 
 
 @triton.jit
-def bounded_row(
-    x, n, selection, slots, candidates, table, survivors,
-    K: tl.constexpr, KP: tl.constexpr, W: tl.constexpr, G: tl.constexpr, CAP: tl.constexpr,
-    DROP: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr,
-):  # fmt: skip
-    """A row of more than 4 W and at most G W scores: the bound, the survivors, the choice among them."""
+def collect(x, begin, end, bound, survivors, room, W: tl.constexpr, G: tl.constexpr, DROP: tl.constexpr):
+    """Columns of [begin, end) whose keys reach `bound`, in order; the first `room` are stored. -> how many,
+    and 1 if a NaN was met. G neighbours are one word of hits: one prefix sum serves W * G scores."""
     i = tl.arange(0, W)
     member = tl.arange(0, G)[None, :]
-    size = (n + 4 * W - 1) // (4 * W) * 4
-    column = i[:, None] * size + member
-    readable = (n + 3) // 4 * 4
-    f = tl.load(x + column, mask=(member < size) & (column < readable), other=float("-inf"))
-    inside = (member < size) & (column < n)
-    sick = tl.max(tl.max((inside & (f != f)).to(tl.int32), 1), 0)
-    key = tl.where(inside, ordered(f, DROP), NEVER)
-    lo, hi, taken = search(tl.max(key, axis=1), K)
-    bound = (lo - 1).to(tl.int32)
-    hit = (key > bound).to(tl.int32)
-    bits = tl.sum(hit << member, axis=1)
-    count = tl.sum(hit, axis=1)
-    place = tl.cumsum(count, 0) - count
-    total = tl.sum(count, 0)
-    if total <= CAP:
+    readable = (end + 3) // 4 * 4
+    have = 0
+    sick = tl.zeros([W], tl.int32)
+    start = begin
+    while start < end:
+        column = start + i[:, None] * G + member
+        f = tl.load(x + column, mask=column < readable, other=float("-inf"))
+        sick = sick | tl.max(((column < end) & (f != f)).to(tl.int32), axis=1)
+        hit = ((column < end) & (ordered(f, DROP) >= bound)).to(tl.int32)
+        bits = tl.sum(hit << member, axis=1)
+        count = tl.sum(hit, axis=1)
         turns = tl.max(count, 0)
-        while turns > 0:
-            turns -= 1
-            live = bits != 0
-            low = bits & (-bits)
-            # the place of the lowest bit, from the exponent of its float
-            b = ((low.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)) >> 23) - 127
-            tl.store(survivors + place, i * size + b, mask=live)
-            place += live.to(tl.int32)
-            bits = bits & (bits - 1)
-        tl.debug_barrier()
-        if total <= 2 * KP:
-            choose(x, survivors, total, selection, slots, candidates, table, 2 * KP, K, KP, DROP, BLOCK, S)
-        else:
-            choose(x, survivors, total, selection, slots, candidates, table, CAP, K, KP, DROP, BLOCK, S)
+        if turns > 0:
+            upto = tl.cumsum(count, 0)
+            place = have + upto - count
+            have += tl.max(upto, 0)
+            while turns > 0:
+                turns -= 1
+                low = bits & (-bits)
+                # the place of the lowest bit, from the exponent of its float
+                at = (low.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+                tl.store(survivors + place, start + i * G + at, mask=(bits != 0) & (place < room))
+                place += (bits != 0).to(tl.int32)
+                bits = bits & (bits - 1)
+        start += W * G
+    return have, tl.max(sick, 0)
+
+
+@triton.jit
+def stream_row(
+    x, n, selection, slots, candidates, table, survivors,
+    K: tl.constexpr, KP: tl.constexpr, W: tl.constexpr, CAP: tl.constexpr,
+    DROP: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """A row of more than W scores, W >= 2 K: maxima of every W-th score, the bound, survivors, the choice."""
+    readable = (n + 3) // 4 * 4
+    tile = tl.arange(0, 4)[:, None] * W + tl.arange(0, W)[None, :]
+    best = tl.zeros([4, W], tl.uint32)
+    start = 0
+    while start < n:
+        f = tl.load(x + start + tile, mask=start + tile < readable, other=float("nan"))
+        best = tl.maximum(best, tl.where(start + tile < n, ordered(f, DROP), 0))
+        start += 4 * W
+    bound, _hi, _taken = search(tl.max(best, axis=0), K, K // 16)
+    total, sick = collect(x, 0, n, bound, survivors, CAP, 256, 16, DROP)
+    tl.debug_barrier()
+    if total <= 2 * KP:
+        choose(x, survivors, total, selection, slots, candidates, table, 2 * KP, K, KP, DROP, BLOCK, S)
+    elif total <= CAP:
+        choose(x, survivors, total, selection, slots, candidates, table, CAP, K, KP, DROP, BLOCK, S)
     else:
         scan_row(x, n, selection, slots, candidates, table, K, KP, 4 * W, DROP, BLOCK, S)
     return sick
@@ -256,12 +259,11 @@ def bounded_row(
 def row_kernel(
     scores, lengths, row_request, selection, slots, faulty, candidates, table, survivors,
     stride, candidate_stride, table_stride,
-    K: tl.constexpr, KP: tl.constexpr, W: tl.constexpr, G: tl.constexpr, DIRECT: tl.constexpr,
-    CAP: tl.constexpr, FROM: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, W: tl.constexpr, CAP: tl.constexpr, DIRECT: tl.constexpr,
+    LONG: tl.constexpr, FROM: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr,
     REQUESTS: tl.constexpr, FAULTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows to W * G scores. W >= 2 KP groups of neighbours; a group's length follows the row's, so that there
-    are always more than K groups. Loads are 16 bytes: the caller pads rows to multiples of four."""
+    """LONG: a row may have more than DIRECT scores."""
     row = tl.program_id(0).to(tl.int64)
     n, request = row_length(lengths, row_request, row, FROM, REQUESTS)
     x = scores + row * stride
@@ -271,14 +273,13 @@ def row_kernel(
     table += request * table_stride
     if n <= KP:
         sick = whole_row(x, n, selection, slots, candidates, table, KP, K, KP, DROP, BLOCK, S)
-    elif G <= 4:
+    elif not LONG:  # noqa: SIM114 - a constant: the rest is not compiled
         sick = whole_row(x, n, selection, slots, candidates, table, DIRECT, K, KP, DROP, BLOCK, S)
     elif n <= DIRECT:
         sick = whole_row(x, n, selection, slots, candidates, table, DIRECT, K, KP, DROP, BLOCK, S)
     else:
-        sick = bounded_row(
-            x, n, selection, slots, candidates, table, survivors + row * CAP,
-            K, KP, W, G, CAP, DROP, BLOCK, S,
+        sick = stream_row(
+            x, n, selection, slots, candidates, table, survivors + row * CAP, K, KP, W, CAP, DROP, BLOCK, S
         )  # fmt: skip
     if FAULTS:
         tl.store(faulty + row, sick.to(tl.int1))
@@ -314,23 +315,24 @@ def maxima_kernel(
     end = tl.minimum(n, begin + P * size)
     x = scores + row * stride
     tile = tl.arange(0, TILE)[:, None] * P + tl.arange(0, P)[None, :]
-    best = tl.full([TILE, P], NEVER, tl.int32)
+    best = tl.zeros([TILE, P], tl.uint32)
     readable = (end + 3) // 4 * 4
     start = begin
     while start < end:
         f = tl.load(x + start + tile, mask=start + tile < readable, other=float("nan"))
-        best = tl.maximum(best, tl.where(start + tile < end, ordered(f, DROP), NEVER))
+        best = tl.maximum(best, tl.where(start + tile < end, ordered(f, DROP), 0))
         start += TILE * P
-    tl.store(maxima + row * GROUPS + c * P + tl.arange(0, P), tl.max(best, axis=0))
+    top = tl.max(best, axis=0).to(tl.int32, bitcast=True)
+    tl.store(maxima + row * GROUPS + c * P + tl.arange(0, P), top)
 
 
 @triton.jit
 def long_kernel(
     scores, lengths, row_request, selection, slots, faulty, candidates, table,
     maxima, survivors, counts, ticket, stride, candidate_stride, table_stride, chunk_cap,
-    K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
-    CAP: tl.constexpr, FROM: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr,
-    REQUESTS: tl.constexpr, FAULTS: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr, W: tl.constexpr,
+    G: tl.constexpr, CAP: tl.constexpr, FROM: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
+    S: tl.constexpr, REQUESTS: tl.constexpr, FAULTS: tl.constexpr,
 ):  # fmt: skip
     c = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -348,26 +350,14 @@ def long_kernel(
     else:
         survivors += row * C * chunk_cap
         counts += row * 3 * C  # per chunk: survivors, survivors before it, NaN seen
-        lo, hi, taken = search(tl.load(maxima + row * GROUPS + tl.arange(0, GROUPS)), K)
-        bound = (lo - 1).to(tl.int32)
+        best = tl.load(maxima + row * GROUPS + tl.arange(0, GROUPS)).to(tl.uint32, bitcast=True)
+        bound, _hi, _taken = search(best, K, K // 16)
         chunk = ((n + C - 1) // C + 3) // 4 * 4
         begin = c * chunk
         end = tl.minimum(n, begin + chunk)
-        have = 0
-        sick = tl.zeros([TILE], tl.int32)
-        readable = (end + 3) // 4 * 4
-        start = begin
-        while start < end:
-            j = start + tl.arange(0, TILE)
-            f = tl.load(x + j, mask=j < readable, other=float("-inf"))
-            sick = sick | ((f != f) & (j < end)).to(tl.int32)
-            hit = ((ordered(f, DROP) > bound) & (j < end)).to(tl.int32)
-            place = have + tl.cumsum(hit, 0) - hit
-            tl.store(survivors + c * chunk_cap + place, j, mask=(hit != 0) & (place < chunk_cap))
-            have += tl.sum(hit, 0)
-            start += TILE
+        have, sick = collect(x, begin, end, bound, survivors + c * chunk_cap, chunk_cap, W, G, DROP)
         tl.store(counts + c, have)
-        tl.store(counts + 2 * C + c, tl.max(sick, 0))
+        tl.store(counts + 2 * C + c, sick)
         tl.debug_barrier()
         if tl.atomic_add(ticket + row, 1) == C - 1:
             cc = tl.arange(0, C)

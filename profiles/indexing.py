@@ -1,0 +1,194 @@
+"""The sparse indexer's kernels on one GPU: CUDA-graph replays, cold and hot, against the roof of this run.
+
+    python profiles/indexing.py [--only scores|top_k|select] [--output FILE]
+
+Cold: each call of a replay reads another part of a key pool of at least 320 MB (the L2 holds 60); hot: one
+part again and again. Top-k reads scores that the kernel before it wrote, so its rows are as hot as their size
+allows, as in a step. Bytes: keys once a row (decode) or once (prefill: its limit is flops), fp32 scores
+written and read. Synthetic: random keys and queries, every row full. One JSON object a line with --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from dsv41.ops.indexing import triton as kernels
+from dsv41.ops.indexing.op import select, top_k
+
+S, HEADS, DIM, K, RECORD = 64, 32, 128, 512, "mxfp4_68"
+PAGE = 68 * S
+COLD_BYTES = 320 << 20
+Call = Callable[[], object]
+
+
+def replay(calls: Sequence[Call], repeats: int = 25) -> float:
+    """Median microseconds of one call in a graph of all of them, at least 20 calls long."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    inner = max(1, 20 // len(calls))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(inner):
+            for call in calls:
+                call()
+    samples = []
+    for number in range(repeats + 3):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        if number >= 3:
+            samples.append(start.elapsed_time(stop) * 1e3 / (len(calls) * inner))
+    return statistics.median(samples)
+
+
+def ceilings() -> tuple[float, float]:
+    """(bytes read a microsecond by a streaming sum, bf16 flops a microsecond of an 8192^3 product)"""
+    data = torch.ones(1 << 30, dtype=torch.float32, device="cuda")
+    read = data.numel() * 4 / replay([lambda: data.amax()], 5)
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    out = torch.empty_like(a)
+    return read, 2 * 8192**3 / replay([lambda: torch.mm(a, b, out=out)], 5)
+
+
+class Work:
+    """Rows of distinct requests (`shared`: of one) over `states` states each, with `sets` key sets."""
+
+    def __init__(self, num_rows: int, states: int, cold: bool, shared: bool = False) -> None:
+        requests = 1 if shared else num_rows
+        pages = -(-states // S)
+        size = requests * pages * PAGE
+        self.sets = max(1, -(-COLD_BYTES // size)) if cold else 1
+        self.keys = torch.randint(
+            0, 256, (self.sets * requests * pages, PAGE), dtype=torch.uint8, device="cuda"
+        )
+        scales = self.keys[:, 64 * S :]
+        scales.copy_(torch.randint(120, 132, scales.shape, dtype=torch.uint8, device="cuda"))
+        order = torch.randperm(len(self.keys), device="cuda").to(torch.int32)
+        self.tables = order.view(self.sets, requests, pages)
+        self.q = torch.randn(num_rows, HEADS, DIM, device="cuda").bfloat16()
+        self.weights = (torch.randn(num_rows, HEADS, device="cuda") / 64).bfloat16()
+        self.num_states = torch.full((num_rows,), states, dtype=torch.int32, device="cuda")
+        if shared:  # a prefill chunk: the last row sees all
+            self.num_states -= torch.arange(num_rows - 1, -1, -1, dtype=torch.int32, device="cuda")
+        self.request = torch.arange(num_rows, dtype=torch.int32, device="cuda") % requests
+        self.scores = torch.empty(num_rows, -(-states // 64) * 64, device="cuda")
+        self.num_rows, self.states = num_rows, states
+
+    def score(self, number: int) -> Call:
+        rows = kernels.Rows(self.request, self.num_states, self.tables[number], S)
+        return lambda: kernels.score(
+            self.q, self.weights, self.keys, rows, self.num_states, None, self.scores, RECORD, 0
+        )
+
+    def select(self, number: int, candidates: torch.Tensor | None = None, num_blocks: int = 0) -> Call:
+        if candidates is None:
+            candidates = torch.empty((self.num_rows, 0), dtype=torch.int32, device="cuda")
+        return lambda: select(
+            self.q, self.weights, self.keys, self.tables[number], self.request, self.num_states, candidates,
+            K, num_blocks, 8, RECORD, S, "triton",
+        )  # fmt: skip
+
+
+def rows_of(kind: str) -> list[tuple[int, int, bool]]:
+    one = [(1, 4096, False), (1, 131072, False), (1, 1 << 20, False)]
+    many = [(32, 32768, False), (128, 32768, False), (4096, 4096, True), (4096, 32768, True)]
+    return one + many + ([(4096, 131072, True)] if kind == "scores" else [])
+
+
+def measure_scores(read: float, flops: float) -> list[dict[str, object]]:
+    results = []
+    for num_rows, states, shared in rows_of("scores"):
+        for cold in (False, True) if not shared and num_rows * states < 1 << 22 else (not shared,):
+            work = Work(num_rows, states, cold, shared)
+            time = replay([work.score(i) for i in range(work.sets)])
+            key_bytes = (1 if shared else num_rows) * states * 68
+            pairs = int(work.num_states.sum())
+            roof = max((key_bytes + 4 * pairs) / read, 2 * HEADS * DIM * pairs / flops)
+            results.append(row("scores", num_rows, states, shared, cold, time, roof))
+            del work
+            torch.cuda.empty_cache()
+    return results
+
+
+def measure_top_k(read: float, flops: float) -> list[dict[str, object]]:
+    results = []
+    for num_rows, states, shared in rows_of("top_k"):
+        sets = 1 if num_rows == 4096 else max(1, min(16, (16 << 20) // (num_rows * states * 4)))
+        scores = [torch.randn(num_rows, states, device="cuda") for _ in range(sets)]
+        lengths = torch.full((num_rows,), states, dtype=torch.int32, device="cuda")
+        time = replay([lambda x=x, n=lengths: top_k(x, n, K, "triton") for x in scores])
+        results.append(
+            row("top_k", num_rows, states, shared, False, time, num_rows * (4 * states + 4 * K) / read)
+        )
+    return results
+
+
+def measure_select(read: float, flops: float) -> list[dict[str, object]]:
+    results = []
+    for num_rows, states, shared in rows_of("select"):
+        work = Work(num_rows, states, not shared, shared)
+        key_bytes = (1 if shared else num_rows) * states * 68
+        pairs = int(work.num_states.sum())
+        roof = max((key_bytes + 8 * pairs) / read, 2 * HEADS * DIM * pairs / flops)
+        time = replay([work.select(i) for i in range(work.sets)], 9)
+        results.append(row("select", num_rows, states, shared, not shared, time, roof))
+        if states < 32768:
+            continue
+        time = replay([work.select(i, num_blocks=2048) for i in range(work.sets)], 9)
+        results.append(row("select, publishing", num_rows, states, shared, not shared, time, roof))
+        chosen = work.select(0, num_blocks=2048)()[2]
+        time = replay([work.select(i, chosen) for i in range(work.sets)], 9)
+        listed = num_rows * 16384
+        roof = max((min(key_bytes, 68 * listed) + 8 * listed) / read, 2 * HEADS * DIM * listed / flops)
+        results.append(row("select in candidates", num_rows, states, shared, not shared, time, roof))
+        del work
+        torch.cuda.empty_cache()
+    return results
+
+
+def row(
+    what: str, num_rows: int, states: int, shared: bool, cold: bool, time: float, roof: float
+) -> dict[str, object]:
+    print(
+        f"{what:22} {num_rows:5} x {states:7} {'one request' if shared else 'own pages':11} "
+        f"{'cold' if cold else 'hot':4} {time:10.2f} us {100 * roof / time:5.0f} % of the roof",
+        flush=True,
+    )
+    return {
+        "what": what, "rows": num_rows, "states": states, "shared": shared, "cold": cold,
+        "us": round(time, 3), "roof_us": round(roof, 3),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", choices=("scores", "top_k", "select"))
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    read, flops = ceilings()
+    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "read_TBs": read / 1e6}
+    about |= {"bf16_TFLOPs": flops / 1e6}
+    print(about, flush=True)
+    parts = {"scores": measure_scores, "top_k": measure_top_k, "select": measure_select}
+    results = [about]
+    for name, measure in parts.items():
+        if args.only in (None, name):
+            results += measure(read, flops)
+    if args.output:
+        args.output.write_text("".join(json.dumps(result) + "\n" for result in results))
+
+
+if __name__ == "__main__":
+    main()
