@@ -1,11 +1,10 @@
 """The worker path: a scheduler's output in, sampled token ids out. The host never waits for the device here.
 
-execute(output) requests join and leave; one staged transfer; rows on the device; the model sample() logits of
-the rows that complete their request; sampling; device state for the next step AsyncResult.get() waits for the
-step's few bytes and turns them into `TokenResult`s
+    execute(output)    requests join and leave; one staged transfer; rows on the device; the model
+    sample()           logits of the rows that complete their request; sampling; state for the next step
+    AsyncResult.get()  waits for the step's few bytes and turns them into `TokenResult`s
 
-The next step's inputs come from device state, so step n + 1 may be executed before the results of step n are
-read.
+The next step reads device state: step n + 1 may be executed before the results of step n are read.
 """
 
 from __future__ import annotations
@@ -70,7 +69,9 @@ class Worker:
         """Take in a scheduler's output and build its step; None if it has no tokens. `num_rows` pads the
         rows.
 
-        Raises ValueError for an output that does not fit what the worker holds."""
+        Raises ValueError for an output that does not fit what the worker holds; nothing is changed then.
+        """
+        self._check(output)
         for request_id in (*output.finished, *output.preempted):
             self._drop(request_id)
         changes = Changes()
@@ -83,7 +84,7 @@ class Worker:
                 self.state.apply(self.staging.send(changes.arrays()))
             return None
         batch = make_batch(
-            [self._counted(*item) for item in output.num_tokens.items()], list(output.num_tokens.values())
+            [self.slots[request_id] for request_id in output.num_tokens], list(output.num_tokens.values())
         )
         staged = self._stage(batch, changes)
         self._recount(output)
@@ -159,27 +160,58 @@ class Worker:
     def open_rows(self, request_id: int, layer: int) -> Tensor:
         """The open-group rows of a request at a ratio-2 KV source, a view of the cache: float32 [OPEN_ROWS,
         2d]"""
-        first = self._held(request_id).index * OPEN_ROWS
+        first = self.slots[request_id].index * OPEN_ROWS
         return self.caches.open_groups[layer][first : first + OPEN_ROWS]
 
-    def _held(self, request_id: int) -> Slot:
-        if request_id not in self.slots:
-            raise ValueError(f"request {request_id} is scheduled but neither new nor held by the worker")
-        return self.slots[request_id]
+    def _check(self, output: SchedulerOutput) -> None:
+        """Refuse, before anything is changed, what the worker cannot compute."""
+        gone = {*output.finished, *output.preempted}
+        held = {request_id: slot for request_id, slot in self.slots.items() if request_id not in gone}
+        if len(held) + len(output.new) > self.engine.max_requests:
+            raise ValueError(
+                f"the worker holds {len(held)} requests already and {len(output.new)} are new (max_requests"
+                f" {self.engine.max_requests})"
+            )
+        left = {request_id: slot.length - slot.num_computed for request_id, slot in held.items()}
+        for request in output.new:
+            if request.request_id in left:
+                raise ValueError(f"request {request.request_id} is new but already held by the worker")
+            self._check_room(request.request_id, len(request.tokens))
+            left[request.request_id] = len(request.tokens) - request.num_computed
+        for running in output.running:
+            if running.request_id not in held:
+                raise ValueError(f"request {running.request_id} is running but not held by the worker")
+            left[running.request_id] = self._check_running(held[running.request_id], running)
+        for request_id, count in output.num_tokens.items():
+            if request_id not in left:
+                raise ValueError(f"request {request_id} is scheduled but neither new nor held by the worker")
+            if not 1 <= count <= left[request_id]:
+                raise ValueError(
+                    f"request {request_id} has {left[request_id]} tokens to compute, not {count}"
+                )
 
-    def _counted(self, request_id: int, count: int) -> Slot:
-        """A request that can compute `count` more tokens."""
-        slot = self._held(request_id)
-        if not 1 <= count <= slot.length - slot.num_computed:
-            known = slot.length - slot.num_computed
-            raise ValueError(f"request {request_id} has {known} tokens to compute, not {count}")
-        return slot
+    def _check_running(self, slot: Slot, running: RunningRequest) -> int:
+        """How many tokens are left to compute with what `running` brings."""
+        if slot.drafts:
+            raise ValueError(f"request {slot.request_id} is scheduled before its drafts' results are read")
+        left = len(running.tokens) or slot.length - slot.num_computed
+        self._check_room(slot.request_id, slot.num_computed + left)
+        drafts = running.draft_tokens
+        room = min(OPEN_ROWS - 1, self.state.max_tokens - 1 - slot.num_computed - left)
+        if len(drafts) > room:
+            raise ValueError(f"request {slot.request_id} has {len(drafts)} draft tokens and room for {room}")
+        depends = not self.sampler.draws_rows_alone(slot.index) or slot.request_id in self.masks
+        if drafts and depends:
+            raise ValueError(
+                f"request {slot.request_id} has penalties or a token mask: each token depends on the last"
+            )
+        return left + len(drafts)
 
     def _recount(self, output: SchedulerOutput) -> None:
         """Penalties count a forced token in the place of the sampled one."""
         for running in output.running:
             if running.tokens:
-                slot = self._held(running.request_id)
+                slot = self.slots[running.request_id]
                 self.sampler.recount(slot.index, self.state.tokens[slot.index, slot.num_prompt : slot.length])
 
     def _check_room(self, request_id: int, num_tokens: int) -> None:
@@ -198,11 +230,6 @@ class Worker:
             self._free.append(slot.index)
 
     def _admit(self, request: NewRequest, changes: Changes) -> None:
-        if request.request_id in self.slots:
-            raise ValueError(f"request {request.request_id} is new but already held by the worker")
-        if not self._free:
-            raise ValueError(f"the worker holds {self.engine.max_requests} requests already (max_requests)")
-        self._check_room(request.request_id, len(request.tokens))
         index = self._free.pop()
         trims = self.engine.decoder_replay and request.params.prompt_logprobs is None
         tail_start = max(0, request.num_prompt - self.model.config.window_tokens) if trims else 0
@@ -235,36 +262,22 @@ class Worker:
 
     def _update(self, running: RunningRequest, changes: Changes) -> None:
         self._append_pages(running.request_id, running.new_pages, running.new_window_pages, changes)
-        slot = self._held(running.request_id)
-        if slot.drafts:
-            raise ValueError(f"request {slot.request_id} is scheduled before its drafts' results are read")
+        slot = self.slots[running.request_id]
+        row = slot.index * self.state.max_tokens
         if running.tokens:
-            self._check_room(slot.request_id, slot.num_computed + len(running.tokens))
-            first = slot.index * self.state.max_tokens + slot.num_computed
             tokens = np.array(running.tokens, dtype=np.int64)
             images = self.images.get(running.request_id, tokens[:0])[slot.num_computed :]
             tokens[: len(images)] |= images[: len(tokens)]
-            changes.put("tokens", first, tokens)
-            slot.length = slot.num_computed + len(running.tokens)
+            changes.put("tokens", row + slot.num_computed, tokens)
+            slot.length = slot.num_computed + len(tokens)
         if running.draft_tokens:
-            self._add_drafts(slot, running.draft_tokens, changes)
-
-    def _add_drafts(self, slot: Slot, drafts: tuple[int, ...], changes: Changes) -> None:
-        room = min(OPEN_ROWS - 1, self.state.max_tokens - 1 - slot.length)
-        if len(drafts) > room:
-            raise ValueError(f"request {slot.request_id} has {len(drafts)} draft tokens and room for {room}")
-        if not self.sampler.draws_rows_alone(slot.index) or slot.request_id in self.masks:
-            raise ValueError(
-                f"request {slot.request_id} has penalties or a token mask: each token depends on the last"
-            )
-        first = slot.index * self.state.max_tokens + slot.length
-        changes.put("tokens", first, np.array(drafts, dtype=np.int64))
-        slot.drafts, slot.length = drafts, slot.length + len(drafts)
+            changes.put("tokens", row + slot.length, np.array(running.draft_tokens, dtype=np.int64))
+            slot.drafts, slot.length = running.draft_tokens, slot.length + len(running.draft_tokens)
 
     def _append_pages(
         self, request_id: int, pages: Sequence[int], window_pages: Sequence[int], changes: Changes
     ) -> None:
-        slot = self._held(request_id)
+        slot = self.slots[request_id]
         start = slot.index * self.state.max_pages
         changes.put("pages", start + slot.num_pages, np.asarray(pages, dtype=np.int64))
         changes.put("window_pages", start + slot.num_window_pages, np.asarray(window_pages, dtype=np.int64))
@@ -329,9 +342,7 @@ class Worker:
         """By number in the batch: the prompt tokens after the step's rows, and their log-probabilities."""
         found = {}
         for number, (slot, count) in enumerate(zip(batch.slots, batch.counts.tolist(), strict=True)):
-            last = min(
-                slot.num_computed + count, slot.num_prompt - 1
-            )  # the last prompt token has no successor
+            last = min(slot.num_computed + count, slot.num_prompt - 1)  # the last token has no successor
             if slot.prompt_logprobs is None or slot.num_computed >= last:
                 continue
             rows = torch.from_numpy(batch.hidden_rows(number)[: last - slot.num_computed])

@@ -238,7 +238,7 @@ def test_ids_that_do_not_fit_are_refused() -> None:
         worker.execute(SchedulerOutput(running=(RunningRequest(8),), num_tokens={1: 1}))
     with pytest.raises(ValueError, match="request 1 is new but already held"):
         worker.execute(SchedulerOutput(new=(loop.new(1, prompts()[0], 1),)))
-    with pytest.raises(ValueError, match=r"2 requests already.*max_requests"):
+    with pytest.raises(ValueError, match=r"1 requests already and 2 are new.*max_requests"):
         worker.execute(SchedulerOutput(new=tuple(loop.new(n, [1], 1) for n in (2, 3))))
 
 
@@ -392,3 +392,20 @@ def test_images_of_a_chunk_are_those_of_its_rows() -> None:
         found.append(loop.output[1])
     assert found[0] == found[1] == found[2]
     assert found[0] != solo()[3][: len(found[0])]
+
+
+def test_a_refused_output_changes_nothing() -> None:
+    """A scheduler's mistake must not lose a request: what was refused can be said again, rightly."""
+    loop = Loop(make_worker(max_requests=2))
+    loop.step({1: 13}, [loop.new(1, prompts()[0], 0)])
+    worker, slots = loop.worker, dict(loop.worker.slots)
+    before = [replace(slot) for slot in slots.values()], worker.state.counts.clone()
+    wrong = SchedulerOutput(
+        new=(loop.new(2, prompts()[1], 1),), running=(RunningRequest(1),), finished=(1,), num_tokens={2: 1}
+    )
+    with pytest.raises(ValueError, match="request 1 is running but not held"):
+        worker.execute(wrong)
+    assert worker.slots == slots
+    assert [replace(slot) for slot in worker.slots.values()] == before[0]
+    assert torch.equal(worker.state.counts, before[1])
+    loop.step({1: 1})
