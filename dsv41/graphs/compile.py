@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any, cast
 
 import torch
@@ -38,14 +39,23 @@ def inner_compiler(name: str) -> Callable[[fx.GraphModule, list[Any]], Callable[
 
 
 def compile_whole(
-    function: Callable[..., Any], backend: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+    method: Callable[..., Any], backend: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """Trace `function` as one graph without breaks and give it to `backend`.
+    """Trace a bound method as one graph without breaks and give it to `backend`.
 
     `dynamic=False` leaves every dimension fixed that the caller did not mark: automatic dynamism would turn
     the page table's or a cache's size into a symbol on its second value and compile again.
     """
-    return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+    return torch.compile(_with_own_code(method), fullgraph=True, dynamic=False, backend=backend)
+
+
+def _with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The bound method over a code object of its own: dynamo counts recompiles by code object, and the
+    modules of one process must not use up each other's few."""
+    function, owner = method.__func__, method.__self__  # type: ignore[attr-defined]
+    code, name = function.__code__.replace(), function.__name__
+    own = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    return MethodType(own, owner)
 
 
 def mark_rows(tensors: list[torch.Tensor]) -> None:

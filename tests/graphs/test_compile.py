@@ -161,3 +161,12 @@ def test_compiled_is_importable() -> None:
 def test_unknown_inner_compiler_is_refused() -> None:
     with pytest.raises(ValueError, match="inner compiler 'nvcc' is not one of inductor, aot_eager, eager"):
         inner_compiler("nvcc")
+
+
+def test_modules_of_one_process_do_not_use_up_each_other_s_recompiles(short: Model) -> None:
+    """Dynamo gives up after eight compilations of one code object; every module has its own."""
+    for _ in range(10):
+        module = CompiledModule(short.decoder, "eager")
+        stepper, step = step_of(short, 3)
+        module(step, stepper.caches)
+        assert module.num_compiles == 1
