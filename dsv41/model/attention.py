@@ -72,6 +72,7 @@ class Attention(nn.Module):
             self.down.scale,
             self.side,
             context.quantise,
+            context.deterministic,
             backends.linear,
             backends.projections,
         )
@@ -108,6 +109,7 @@ class Attention(nn.Module):
             self.down.scale,
             self.side,
             context.quantise,
+            context.deterministic,
             backends.linear,
             backends.projections,
         )
@@ -154,6 +156,6 @@ class Attention(nn.Module):
         )
 
     def project_output(self, o: Tensor, cos_sin: Tensor) -> Tensor:
-        weight, groups = self.output_down, self.context.config.o_groups
-        impl = self.context.backends.linear
-        return self.output_up(grouped_output(o, cos_sin, weight.weight, weight.scale, groups, impl))
+        weight, scale, context = self.output_down.weight, self.output_down.scale, self.context
+        groups, impl = context.config.o_groups, context.backends.linear
+        return self.output_up(grouped_output(o, cos_sin, weight, scale, groups, context.deterministic, impl))

@@ -45,7 +45,7 @@ class Compressor(nn.Module):
             backends.compression,
         )
         slots, cos_sin = meta.state_write[ratio], rotations.group[ratio]
-        key = linear(latent, self.index_key, context.dtype, backends.linear)
+        key = linear(latent, self.index_key, context.dtype, context.deterministic, backends.linear)
         publish_index_k(
             key,
             self.index_key_norm,

@@ -26,11 +26,12 @@ from dsv41.model.engram import Engram
 from dsv41.model.hyper import HyperConnection
 from dsv41.model.inputs import Rotations, StepInputs, StepOutput, empty_index
 from dsv41.model.layout import CacheLayout
-from dsv41.model.linear import Context, parameter
+from dsv41.model.linear import Context, Fp8Weight, parameter
 from dsv41.model.moe import MoE
 from dsv41.model.plan import LayerPlan, kv_sources
 from dsv41.model.rope import plain_frequencies, rotations, yarn_frequencies
 from dsv41.ops.arithmetic import rms_norm
+from dsv41.ops.library import pack_weights
 from dsv41.ops.linear.op import linear
 
 
@@ -138,6 +139,16 @@ class Decoder(nn.Module):
         self.register_buffer("plain_frequencies", plain.to(device), persistent=False)
         self.register_buffer("yarn_frequencies", yarn_frequencies(config).to(device), persistent=False)
 
+    def pack_weights(self) -> None:
+        """Put the loaded weights into the byte orders of their backends, in place. Once."""
+        backends = self.context.backends
+        for module in self.modules():
+            if isinstance(module, Fp8Weight):
+                pack_weights("linear", backends.linear, module.weight, module.scale)
+            elif isinstance(module, MoE):
+                routed = (module.gate_up, module.gate_up_scale, module.down, module.down_scale)
+                pack_weights("moe", backends.moe, *routed)
+
     def embed(self, step: StepInputs) -> Tensor:
         """The stream before layer 0: every residual copy is the embedding. [T, M, D]"""
         config = self.context.config
@@ -210,4 +221,5 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, D] -> float32 [n, V]"""
-        return linear(hidden, self.head, torch.float32, self.context.backends.linear)
+        context = self.context
+        return linear(hidden, self.head, torch.float32, context.deterministic, context.backends.linear)

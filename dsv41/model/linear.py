@@ -54,7 +54,8 @@ class Fp8Linear(Fp8Weight):
 
     def __init__(self, context: Context, num_outputs: int, num_inputs: int) -> None:
         super().__init__(num_outputs, num_inputs)
-        self.quantise, self.impl = context.quantise, context.backends.linear
+        self.quantise, self.deterministic = context.quantise, context.deterministic
+        self.impl = context.backends.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear_fp8(x, self.weight, self.scale, self.quantise, self.impl)
+        return linear_fp8(x, self.weight, self.scale, self.quantise, self.deterministic, self.impl)

@@ -27,7 +27,9 @@ class MoE(nn.Module):
         self.shared_gate_up = Fp8Weight(2 * width, hidden)
         self.shared_down = Fp8Weight(hidden, width)
         self.top_k, self.route_scale = config.experts_per_token, config.route_scale
-        self.limit, self.quantise, self.impl = config.swiglu_limit, context.quantise, context.backends.moe
+        self.limit = config.swiglu_limit
+        self.quantise, self.deterministic = context.quantise, context.deterministic
+        self.linear_impl, self.impl = context.backends.linear, context.backends.moe
 
     def route(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor]:
         """x [T, D] -> expert ids int32 [T, k] and their weights float32 [T, k]."""
@@ -60,5 +62,7 @@ class MoE(nn.Module):
             self.shared_down.scale,
             self.limit,
             self.quantise,
+            self.deterministic,
+            self.linear_impl,
             self.impl,
         )

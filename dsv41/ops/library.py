@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.library import Library, register_fake
 
 NAMESPACE = "dsv41"
@@ -32,6 +33,18 @@ def implementation(family: str, impl: str) -> ModuleType:
         raise ValueError(
             f"implementation '{impl}' of op family '{family}' needs the package '{missing.name}'"
         ) from None
+
+
+def pack_weights(family: str, impl: str, *weights: Tensor) -> None:
+    """Put weights that lie as the release stores them into the byte order that an implementation reads.
+
+    In place: shapes, dtypes and sizes stay. Once, after loading, and before the implementation runs. An
+    implementation without a function `pack` reads the release's own order. Raises ValueError for a shape that
+    it cannot run.
+    """
+    pack = getattr(implementation(family, impl), "pack", None)
+    if pack is not None:
+        pack(*weights)
 
 
 def declare(

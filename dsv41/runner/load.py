@@ -148,8 +148,10 @@ def load(
         report = load_weights(
             decoder, config, directory, token_map=token_map, tables=tables, progress=progress
         )
+        decoder.pack_weights()
         return Model(blueprint, decoder, tokenizer, report)
     init_dummy(decoder, config, seed, token_map=token_map)
+    decoder.pack_weights()
     return Model(blueprint, decoder, tokenizer, None)
 
 

@@ -176,7 +176,7 @@ def route_scale_missing(patch: Patch) -> None:
 
 @control(0.18)
 def clamp_ignored(patch: Patch) -> None:
-    wrap(patch, moe, "experts", lambda experts, *args: experts(*args[:-2], 1e30, args[-1]))
+    wrap(patch, moe, "experts", lambda experts, *args: experts(*args[:-4], 1e30, *args[-3:]))
 
 
 @control(0.035)
@@ -233,11 +233,11 @@ def test_weighing_after_the_last_product_shows_in_ffn_out(monkeypatch: Patch) ->
     """Algebraically equal, 0 without quantisers; but the routing weight belongs before the quantiser of w2's
     input and moves its codes. The feed-forward half alone is held to 5e-3."""
 
-    def broken(feed_forward, x, gate_up, down, weight, *rest):
-        out = feed_forward(x, gate_up, down, None, *rest)
-        return out if weight is None else (out.float() * weight.unsqueeze(1)).to(x.dtype)
+    def broken(expert, x, gate_up, down, weight, *rest):
+        out = expert(x, gate_up, down, torch.ones_like(weight), *rest)
+        return (out.float() * weight.unsqueeze(1)).to(x.dtype)
 
-    wrap(monkeypatch, moe, "_feed_forward", broken)
+    wrap(monkeypatch, moe, "_expert", broken)
     session = golden.Session("tiny", "bf16", "p25")
     step = session.step(session.num_uncomputed)
     _, dumps = golden.dump("tiny", "bf16", "p25", "prefill")

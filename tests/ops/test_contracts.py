@@ -191,17 +191,17 @@ def select(rows: int, dtype: torch.dtype) -> list[Any]:
 
 @sample
 def linear_fp8(rows: int, dtype: torch.dtype) -> list[Any]:
-    return [normal(rows, DIM, dtype=dtype), *fp8(80, DIM), True]
+    return [normal(rows, DIM, dtype=dtype), *fp8(80, DIM), True, False]
 
 
 @sample
 def linear(rows: int, dtype: torch.dtype) -> list[Any]:
-    return [normal(rows, DIM, dtype=dtype), normal(80, DIM).bfloat16(), torch.float32]
+    return [normal(rows, DIM, dtype=dtype), normal(80, DIM).bfloat16(), torch.float32, False]
 
 
 @sample
 def grouped_output(rows: int, dtype: torch.dtype) -> list[Any]:
-    return [normal(rows, 4, DIM, dtype=dtype), normal(rows, ROPE), *fp8(2 * 32, 2 * DIM), 2]
+    return [normal(rows, 4, DIM, dtype=dtype), normal(rows, ROPE), *fp8(2 * 32, 2 * DIM), 2, False]
 
 
 @sample
@@ -216,12 +216,19 @@ def experts(rows: int, dtype: torch.dtype) -> list[Any]:
     chosen[2:3] = -1
     weights = torch.where(chosen < 0, 0.0, normal(rows, 3).abs())
     stored = [*fp4(6, 2 * 32, DIM), *fp4(6, DIM, 32), *fp8(2 * 32, DIM), *fp8(DIM, 32)]
-    return [normal(rows, DIM, dtype=dtype), chosen.int(), weights, *stored, 2.0, True]
+    return [normal(rows, DIM, dtype=dtype), chosen.int(), weights, *stored, 2.0, True, False, "reference"]
 
 
 @sample
 def project_inputs(rows: int, dtype: torch.dtype) -> list[Any]:
-    return [normal(rows, DIM, dtype=dtype), *fp8(80, DIM), normal(14, DIM).bfloat16(), True, "reference"]
+    return [
+        normal(rows, DIM, dtype=dtype),
+        *fp8(80, DIM),
+        normal(14, DIM).bfloat16(),
+        True,
+        False,
+        "reference",
+    ]
 
 
 @sample

@@ -189,7 +189,7 @@ def test_write_of_the_release(masked: bool) -> None:
     scale = golden["table_scale"].view(torch.uint8)
     looked_up = engram_lookup(golden["table"], scale, golden["hash_ids"][0], torch.bfloat16, IMPL)
     assert torch.equal(looked_up, golden["rows_bf16"][0].flatten(1))
-    kv = linear_fp8(looked_up, golden["wkv"], golden["wkv_scale"].view(torch.uint8), True, IMPL)
+    kv = linear_fp8(looked_up, golden["wkv"], golden["wkv_scale"].view(torch.uint8), True, False, IMPL)
     streams = golden["stream"][0]
     out = engram_write(streams, kv, golden["q_weight"], golden["k_weight"], image, 1e-20, IMPL)
     expected = golden["out_masked" if masked else "out"][0]

@@ -26,7 +26,7 @@ from dsv41.ops.hyper.reference import split_mixes
 from dsv41.ops.indexing.op import candidate_blocks
 from dsv41.ops.linear.op import linear, linear_fp8
 from dsv41.ops.moe.op import experts, route
-from dsv41.ops.moe.reference import _feed_forward
+from dsv41.ops.moe.reference import _gated
 from dsv41.presets import preset
 
 UNITS = Path(__file__).resolve().parents[2].parent / "shared" / "golden" / "units"
@@ -74,8 +74,8 @@ def test_fp8_linear(case: str) -> None:
     """A scale tile laid across the wrong axis, or the ragged last tile of `b` dropped."""
     golden = units("gemm", case)
     weight, scale = golden["w"], golden["w_scale"].view(torch.uint8)
-    y_fp32 = linear_fp8(golden["x"].float(), weight, scale, True, CPU)
-    assert_product(y_fp32, linear_fp8(golden["x"], weight, scale, True, CPU), golden)
+    y_fp32 = linear_fp8(golden["x"].float(), weight, scale, True, False, CPU)
+    assert_product(y_fp32, linear_fp8(golden["x"], weight, scale, True, False, CPU), golden)
 
 
 @pytest.mark.parametrize("case", ["fp4.a", "fp4.b", "fp4.c"])
@@ -264,7 +264,9 @@ def test_routed_expert(weighted: bool) -> None:
         down_scale=golden["w2_scale"],
     )
     weights = golden["route_weight"] if weighted else torch.ones(7, 1)
-    y = experts(golden["x"], torch.zeros(7, 1, dtype=torch.int32), weights, *stored, LIMIT, True, CPU)
+    y = experts(
+        golden["x"], torch.zeros(7, 1, dtype=torch.int32), weights, *stored, LIMIT, True, False, CPU, CPU
+    )
     assert torch.equal(y, golden["y_weighted" if weighted else "y"])
 
 
@@ -282,7 +284,7 @@ def test_shared_expert() -> None:
         shared_down_scale=golden["w2_scale"],
     )
     nothing = torch.full((7, 1), -1, dtype=torch.int32)
-    y = experts(golden["x"], nothing, torch.zeros(7, 1), *stored, LIMIT, True, CPU)
+    y = experts(golden["x"], nothing, torch.zeros(7, 1), *stored, LIMIT, True, False, CPU, CPU)
     assert torch.equal(y, golden["y"])
 
 
@@ -327,7 +329,7 @@ def test_compression(ratio: int, split: str) -> None:
     """The open group lost between steps or taken from the other request; the pooled value not rounded."""
     golden = units("compressor", f"r{ratio}")
     weight = golden["wkv"] if ratio == 1 else torch.cat((golden["wkv"], golden["wgate"]))
-    kv_gate = linear(golden["x"].flatten(0, 1), weight, torch.float32, CPU).unflatten(0, (2, 11))
+    kv_gate = linear(golden["x"].flatten(0, 1), weight, torch.float32, False, CPU).unflatten(0, (2, 11))
     open_groups = torch.full((2, 128) if ratio == 2 else (0, 0), torch.nan)
     latents = compress_tokens(kv_gate, golden["norm"], ratio, SPLITS[split], open_groups)
     assert torch.equal(latents, golden[f"latent_{split}"])
@@ -402,7 +404,7 @@ def flags(rows: int) -> tuple[Tensor, Tensor]:
 def test_clamp_is_one_sided_on_the_gate_branch() -> None:
     """silu(-10) instead of silu(-50) is 5e-4 out; an up branch clamped from above only is 5 times out."""
     gate_up = torch.tensor([(g, u) for g in (-50.0, -3.0, 3.0, 50.0) for u in (-50.0, 4.0, 50.0)])
-    y = _feed_forward(gate_up, torch.eye(2), torch.tensor([[1.0], [0.0]]), None, 10.0, False)
+    y = _gated(gate_up, None, 10.0)
     expected = [F.silu(gate.clamp(max=10)) * up.clamp(-10, 10) for gate, up in gate_up]
     torch.testing.assert_close(y[:, 0], torch.stack(expected), rtol=1e-6, atol=1e-12)
 
@@ -440,19 +442,22 @@ def test_experts_without_rows_are_not_touched() -> None:
     stored[1][[0, 2]] = stored[3][[0, 2]] = 255
     ids = torch.tensor([[1], [1], [-1], [1], [-1]], dtype=torch.int32)
     weights = torch.tensor([[0.5], [1.0], [0.0], [1.5], [0.0]])
-    y = experts(x, ids, weights, *stored, 2.0, True, CPU)
+    y = experts(x, ids, weights, *stored, 2.0, True, False, CPU, CPU)
     assert y.isfinite().all()
-    alone = experts(x[2:3], ids[2:3], weights[2:3], *stored, 2.0, True, CPU)
+    alone = experts(x[2:3], ids[2:3], weights[2:3], *stored, 2.0, True, False, CPU, CPU)
     assert torch.equal(y[2:3], alone)
-    assert not torch.equal(y[0:1], experts(x[0:1], ids[2:3], weights[2:3], *stored, 2.0, True, CPU))
+    assert not torch.equal(
+        y[0:1], experts(x[0:1], ids[2:3], weights[2:3], *stored, 2.0, True, False, CPU, CPU)
+    )
 
 
 def test_one_expert_with_all_rows() -> None:
     """A row's bits do not depend on how many rows share its expert."""
     x, stored = torch.randn(33, 64).bfloat16(), random_experts(3)
     ids, weights = torch.full((33, 1), 1, dtype=torch.int32), torch.rand(33, 1)
-    together = experts(x, ids, weights, *stored, 2.0, True, CPU)
+    together = experts(x, ids, weights, *stored, 2.0, True, False, CPU, CPU)
     alone = [
-        experts(x[i : i + 1], ids[:1], weights[i : i + 1], *stored, 2.0, True, CPU) for i in range(len(x))
+        experts(x[i : i + 1], ids[:1], weights[i : i + 1], *stored, 2.0, True, False, CPU, CPU)
+        for i in range(len(x))
     ]
     assert torch.equal(together, torch.cat(alone))

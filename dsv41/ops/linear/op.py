@@ -7,7 +7,8 @@
                     the input is rotated back and not quantised
 
 T token rows, K input and N output features, H heads, d head dimension, G groups, O rank of a group, r rotated
-channels. Accumulation is fp32 or better; the result is rounded once.
+channels. Accumulation is fp32 or better; the result is rounded once. Under `deterministic` a row's bits do
+not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def _linear_fp8_fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _linear_fake(x: Tensor, weight: Tensor, dtype: torch.dtype, impl: str) -> Tensor:
+def _linear_fake(x: Tensor, weight: Tensor, dtype: torch.dtype, *_: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
 
 
@@ -32,14 +33,18 @@ def _grouped_output_fake(o: Tensor, cos_sin: Tensor, weight: Tensor, *_: object)
 
 linear_fp8 = declare(
     "linear",
-    "linear_fp8(Tensor x, Tensor weight, Tensor scale, bool quantise, str impl) -> Tensor",
+    "linear_fp8(Tensor x, Tensor weight, Tensor scale, bool quantise, bool deterministic, str impl)"
+    " -> Tensor",
     fake=_linear_fp8_fake,
 )
 linear = declare(
-    "linear", "linear(Tensor x, Tensor weight, ScalarType dtype, str impl) -> Tensor", fake=_linear_fake
+    "linear",
+    "linear(Tensor x, Tensor weight, ScalarType dtype, bool deterministic, str impl) -> Tensor",
+    fake=_linear_fake,
 )
 grouped_output = declare(
     "linear",
-    "grouped_output(Tensor o, Tensor cos_sin, Tensor weight, Tensor scale, int groups, str impl) -> Tensor",
+    "grouped_output(Tensor o, Tensor cos_sin, Tensor weight, Tensor scale, int groups,"
+    " bool deterministic, str impl) -> Tensor",
     fake=_grouped_output_fake,
 )

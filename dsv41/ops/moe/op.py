@@ -8,10 +8,11 @@
 
 The bias chooses and never weighs; the routing weight enters before w2 and its input quantisation
 (spec/model.md 5). Rows that are not `valid` choose id -1 with weight 0 and get 0 from the routed experts.
+Under `deterministic` a row's bits do not depend on the rows beside it.
 
 T token rows, D hidden size, E experts, k chosen experts, I expert width. `gate_up` joins w1 and w3: packed
 e2m1 [E, 2I, D/2] with e8m0 scales [E, 2I, D/32]; `down` is w2: [E, D, I/2], [E, D, I/32]. The shared expert
-is fp8 with 32x32 scales: [2I, D] and [D, I].
+is fp8 with 32x32 scales: [2I, D] and [D, I]; its products are the `linear` family's, by `linear_impl`.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ experts = declare(
     "moe",
     "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor gate_up_scale, Tensor down,"
     " Tensor down_scale, Tensor shared_gate_up, Tensor shared_gate_up_scale, Tensor shared_down,"
-    " Tensor shared_down_scale, float limit, bool quantise, str impl) -> Tensor",
+    " Tensor shared_down_scale, float limit, bool quantise, bool deterministic, str linear_impl,"
+    " str impl) -> Tensor",
     fake=_experts_fake,
 )

@@ -36,18 +36,22 @@ def route(
     return ids, torch.where(valid.unsqueeze(1), weights, 0.0)
 
 
-def _feed_forward(
-    x: Tensor, gate_up: Tensor, down: Tensor, route_weight: Tensor | None, limit: float, quantise: bool
-) -> Tensor:
-    """One SwiGLU expert on its rows: x [t, D], float32 weights [2I, D] and [D, I], route_weight [t] or
-    None."""
-    x_q = records.round_trip(x, "fp8_32") if quantise else x
-    gate, up = exact_matmul(x_q, gate_up).to(x.dtype).float().chunk(2, dim=-1)
+def _gated(gate_up: Tensor, route_weight: Tensor | None, limit: float) -> Tensor:
+    """gate_up [t, 2I] and route_weight [t] or None -> the hidden rows [t, I]."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     hidden = gate * sigmoid(gate) * up.clamp(-limit, limit)
     if route_weight is not None:
         hidden = hidden * route_weight.unsqueeze(1)
-    hidden = hidden.to(x.dtype)
+    return hidden.to(gate_up.dtype)
+
+
+def _expert(
+    x: Tensor, gate_up: Tensor, down: Tensor, route_weight: Tensor, limit: float, quantise: bool
+) -> Tensor:
+    """One routed expert on its rows: x [t, D], float32 weights [2I, D] and [D, I], route_weight [t]."""
+    x_q = records.round_trip(x, "fp8_32") if quantise else x
+    hidden = _gated(exact_matmul(x_q, gate_up).to(x.dtype), route_weight, limit)
     hidden = records.round_trip(hidden, "fp8_32") if quantise else hidden
     return exact_matmul(hidden, down).to(x.dtype)
 
@@ -66,11 +70,13 @@ def experts(
     shared_down_scale: Tensor,
     limit: float,
     quantise: bool,
+    deterministic: bool,
+    linear_impl: str,
 ) -> Tensor:
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids[ids >= 0].unique().tolist():
         rows, choice = (ids == expert).nonzero(as_tuple=True)
-        total[rows] += _feed_forward(
+        total[rows] += _expert(
             x[rows],
             records.dequantise_fp4_weight(gate_up[expert], gate_up_scale[expert]),
             records.dequantise_fp4_weight(down[expert], down_scale[expert]),
@@ -78,12 +84,9 @@ def experts(
             limit,
             quantise,
         ).float()
-    shared = _feed_forward(
-        x,
-        records.dequantise_fp8_weight(shared_gate_up, shared_gate_up_scale),
-        records.dequantise_fp8_weight(shared_down, shared_down_scale),
-        None,
-        limit,
-        quantise,
+    linear_fp8 = torch.ops.dsv41.linear_fp8.default
+    hidden = _gated(
+        linear_fp8(x, shared_gate_up, shared_gate_up_scale, quantise, deterministic, linear_impl), None, limit
     )
+    shared = linear_fp8(hidden, shared_down, shared_down_scale, quantise, deterministic, linear_impl)
     return (total + shared.float()).to(x.dtype)

@@ -25,6 +25,6 @@ def _project_inputs_fake(
 project_inputs = declare(
     "projections",
     "project_inputs(Tensor x, Tensor weight, Tensor scale, Tensor side_weight, bool quantise,"
-    " str linear_impl, str impl) -> (Tensor, Tensor)",
+    " bool deterministic, str linear_impl, str impl) -> (Tensor, Tensor)",
     fake=_project_inputs_fake,
 )

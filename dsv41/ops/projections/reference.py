@@ -11,7 +11,13 @@ def why_not(hardware: object, record: str | None) -> str | None:
 
 
 def project_inputs(
-    x: Tensor, weight: Tensor, scale: Tensor, side_weight: Tensor, quantise: bool, linear_impl: str
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    side_weight: Tensor,
+    quantise: bool,
+    deterministic: bool,
+    linear_impl: str,
 ) -> tuple[Tensor, Tensor]:
-    down = torch.ops.dsv41.linear_fp8.default(x, weight, scale, quantise, linear_impl)
-    return down, torch.ops.dsv41.linear.default(x, side_weight, torch.float32, linear_impl)
+    down = torch.ops.dsv41.linear_fp8.default(x, weight, scale, quantise, deterministic, linear_impl)
+    return down, torch.ops.dsv41.linear.default(x, side_weight, torch.float32, deterministic, linear_impl)
