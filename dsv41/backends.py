@@ -29,6 +29,7 @@ class Backends:
     indexing: str = "reference"
     compression: str = "reference"
     publish: str = "reference"
+    rows: str = "reference"
     projections: str = "reference"
     linear: str = "reference"
     moe: str = "reference"
@@ -47,6 +48,7 @@ PRESETS = {
         indexing="triton",
         compression="triton",
         publish="triton",
+        rows="triton",
         window_record="scaled_528",
         state_record="nvfp4_288",
         index_record="mxfp4_68",

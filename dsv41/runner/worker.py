@@ -25,7 +25,7 @@ from dsv41.runner.async_output import AsyncResult
 from dsv41.runner.batch import Batch, Slot, make_batch
 from dsv41.runner.load import Model
 from dsv41.runner.results import Gathered, first_faults, gather
-from dsv41.runner.rows import compute_rows, pad_rows, select_rows, trim_window
+from dsv41.runner.rows import compute_rows, select_rows, trim_window
 from dsv41.runner.sampler import LogProbs, Sampler, prompt_logprobs
 from dsv41.runner.schedule import NewRequest, RunningRequest, SchedulerOutput
 from dsv41.runner.state import IMAGE_BIT, Changes, RequestState, Staging
@@ -72,6 +72,10 @@ class Worker:
         Raises ValueError for an output that does not fit what the worker holds; nothing is changed then.
         """
         self._check(output)
+        if num_rows is not None and num_rows < sum(output.num_tokens.values()):
+            raise ValueError(
+                f"a step of {sum(output.num_tokens.values())} rows does not fit a bucket of {num_rows}"
+            )
         for request_id in (*output.finished, *output.preempted):
             self._drop(request_id)
         changes = Changes()
@@ -88,8 +92,7 @@ class Worker:
         )
         staged = self._stage(batch, changes)
         self._recount(output)
-        step = self._inputs(batch, staged)
-        return Prepared(batch, step if num_rows is None else pad_rows(step, num_rows), staged)
+        return Prepared(batch, self._inputs(batch, staged, num_rows or batch.num_rows), staged)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> None:
@@ -303,16 +306,17 @@ class Worker:
         self.state.apply(staged)
         return staged
 
-    def _inputs(self, batch: Batch, staged: dict[str, Tensor]) -> StepInputs:
-        config, layout = self.model.config, self.model.layout
-        slots, counts = staged["slots"].long(), staged["step_counts"].long()
-        step = compute_rows(self.state, slots, counts, batch.num_rows, config, layout)
+    def _inputs(self, batch: Batch, staged: dict[str, Tensor], num_rows: int) -> StepInputs:
+        """The step of a batch; rows above the batch's own are padding."""
+        config, layout, impl = self.model.config, self.model.layout, self.model.backends.rows
+        slots, counts = staged["slots"], staged["step_counts"]
+        step = compute_rows(self.state, slots, counts, num_rows, config, layout, impl)
         step = self._with_images(batch, step)
         if not batch.has_tail:
             return step
         rows = staged["tail_rows"].long()
         first = select_rows(step, rows)
-        return step.with_tail(Tail(rows, first, trim_window(first, self.state, config, layout)))
+        return step.with_tail(Tail(rows, first, trim_window(first, self.state, config, layout, impl)))
 
     def _with_images(self, batch: Batch, step: StepInputs) -> StepInputs:
         """Rows for the step's image positions, where a request of it has any."""
@@ -326,6 +330,7 @@ class Worker:
                 chunk = own[slot.num_computed : slot.num_computed + count]
                 part[: len(chunk)] = chunk
             parts.append(part)
+        parts.append(torch.zeros((step.num_rows - batch.num_rows, self.model.config.hidden_size)))
         dtype = getattr(torch, self.model.config.numerics.dtype_name)
         return step.with_embeddings(torch.cat(parts).to(device=step.positions.device, dtype=dtype))
 

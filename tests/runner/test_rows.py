@@ -20,7 +20,7 @@ from dsv41.model.inputs import AttnMetadata, StepInputs
 from dsv41.model.layout import NULL_PAGE, OPEN_ROWS
 from dsv41.runner.load import Model, blueprint, load
 from dsv41.runner.request import SamplingParams
-from dsv41.runner.rows import compute_rows, pad_rows, select_rows
+from dsv41.runner.rows import compute_rows, select_rows
 from dsv41.runner.schedule import NewRequest, RunningRequest, SchedulerOutput
 from dsv41.runner.state import IMAGE_BIT, IN_FLIGHT, Changes, RequestState, Staging
 from dsv41.runner.stepper import Stepper
@@ -368,18 +368,25 @@ def test_a_stepper_s_chunks_keep_images_and_take_changed_tokens() -> None:
 
 
 def test_padding_rows_name_nothing() -> None:
-    """Request -1, slots -1, counts 0; the rows before them are untouched; too few rows are refused."""
-    step = rows_of(state_of(range(6, 30)), 5).with_embeddings(torch.ones(5, 3))
-    padded = pad_rows(step, 9)
+    """Request -1, slots -1, counts 0; the rows before them are untouched; an image's rows are padded too."""
+    chosen, state = model("tiny"), state_of(range(6, 30))
+    step = rows_of(state, 5)
+    padded = compute_rows(state, torch.tensor([1]), torch.tensor([5]), 9, chosen.config, chosen.layout)
     assert padded.num_rows == 9
     for name, value in row_fields(padded).items():
         assert torch.equal(value[:5], row_fields(step)[name]), name
-        zero = name in ("token_ids", "positions", "is_image", "embeddings") or name.startswith("num_states")
+        zero = name in ("token_ids", "positions", "is_image") or name.startswith("num_states")
         assert (value[5:] == (0 if zero else -1)).all(), name
     assert padded.attention.page_table is step.attention.page_table
-    assert_equal(pad_rows(step, 5), step)
+
+
+def test_a_bucket_that_is_too_small_changes_nothing() -> None:
+    stepper = Stepper(model("tiny"), EngineConfig(page_tokens=PAGE_TOKENS, max_context_tokens=MAX_TOKENS))
+    request = stepper.add(range(6, 30))
+    step = stepper.prepare([(request, 5)]).step
     with pytest.raises(ValueError, match="a step of 5 rows does not fit a bucket of 4"):
-        pad_rows(step, 4)
+        stepper.prepare([(request, 5)], 4)
+    assert_equal(stepper.prepare([(request, 5)], 5).step, step)
 
 
 def test_selected_rows_come_in_the_given_order() -> None:
