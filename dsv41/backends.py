@@ -103,6 +103,11 @@ def _reason(backends: Backends, family: str, hardware: Hardware) -> str | None:
     return next((answer for answer in answers if answer is not None), None)
 
 
+def query_heads(backends: Backends) -> int:
+    """How many query heads the attention implementation wants at least; publishing pads to them."""
+    return getattr(implementation("attention", backends.attention), "QUERY_HEADS", 0)
+
+
 def select(hardware: Hardware, numerics: Numerics, spec: str | None = None) -> Backends:
     """The backends of a run: the preset of the hardware unless `spec` says otherwise.
 

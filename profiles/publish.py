@@ -103,7 +103,9 @@ def publishing(op: str, record: str, rows: int) -> tuple[Call, int]:
     q = bf16(rows, HEADS if op == "publish_window" else 0, dim)
     size += 2 * 2 * q.numel()
     return (
-        lambda: publish_window(q, x, norm, cos_sin, slots, pages, record, PAGE_STATES, EPS, True, "triton"),
+        lambda: publish_window(
+            q, x, norm, cos_sin, slots, pages, record, PAGE_STATES, 0, EPS, True, "triton"
+        ),
         size,
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dsv41.backends import query_heads
 from dsv41.model.caches import KVCaches
 from dsv41.model.compressor import Compressor
 from dsv41.model.indexer import Indexer
@@ -43,6 +44,7 @@ class Attention(nn.Module):
         config = context.config
         heads, dim, hidden = config.num_heads, config.head_dim, config.hidden_size
         self.plan, self.context, self.page_tokens = plan, context, layout.page_tokens
+        self.pad_heads = query_heads(context.backends)
         self.up_split = (heads * dim, config.index_heads * config.index_dim if plan.owns_index else 0)
         self.side_split = (
             plan.ratio * dim if plan.owns_kv else 0,
@@ -88,6 +90,7 @@ class Attention(nn.Module):
             caches.window[plan.layer],
             backends.window_record,
             self.page_tokens,
+            self.pad_heads,
             eps,
             context.quantise,
             backends.publish,
@@ -122,6 +125,7 @@ class Attention(nn.Module):
             caches.window[plan.layer],
             backends.window_record,
             self.page_tokens,
+            0,
             context.config.norm_eps,
             context.quantise,
             backends.publish,

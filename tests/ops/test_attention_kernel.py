@@ -233,6 +233,16 @@ def test_heads(heads: int, rows: int) -> None:
 
 
 @on_gpu
+@pytest.mark.parametrize("rows", [2, 140])
+def test_heads_of_padding(rows: int) -> None:
+    """Heads behind the last sink are read by nobody: NaN there stays there."""
+    q = queries(rows, 64, 3)
+    q[:, 24:] = torch.nan
+    args = arguments(TRAINED, rows, 24, q=q)
+    assert check(args).shape == (rows, 24, DIM)
+
+
+@on_gpu
 @pytest.mark.parametrize("rows", [4, 133])
 @pytest.mark.parametrize(
     ("width", "selected"),

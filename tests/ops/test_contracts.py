@@ -95,7 +95,7 @@ def sparse_attention(rows: int, dtype: torch.dtype) -> list[Any]:
     cache, record = normal(PAGES, PAGE, DIM, dtype=dtype), rows_record(dtype)
     window_slots = ids(rows, 7, below=PAGES * PAGE, dtype=torch.int32, least=-1)
     state_slots = ids(rows, 9, below=PAGES * PAGE, dtype=torch.int32, least=-1)
-    q, sink = normal(rows, HEADS, DIM, dtype=dtype), normal(HEADS)
+    q, sink = normal(rows, HEADS + 1, DIM, dtype=dtype), normal(HEADS)  # one head of padding
     return [q, cache, window_slots, record, PAGE, cache + 1, state_slots, record, PAGE, sink, ROPE, False]
 
 
@@ -257,7 +257,7 @@ def publish_window(rows: int, dtype: torch.dtype) -> list[Any]:
     q, kv = normal(rows, HEADS, DIM, dtype=dtype), normal(rows, DIM, dtype=dtype)
     cache = torch.zeros(PAGES, PAGE, DIM, dtype=dtype)
     fixed = [normal(DIM).bfloat16(), normal(rows, ROPE), every_other_slot(rows), cache]
-    return [q, kv, *fixed, rows_record(dtype), PAGE, 1e-20, True]
+    return [q, kv, *fixed, rows_record(dtype), PAGE, HEADS + 2, 1e-20, True]
 
 
 @sample

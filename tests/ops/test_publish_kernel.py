@@ -117,12 +117,13 @@ def copy_of(cache: Tensor) -> Tensor:
 
 def publish(
     op: str, record: str, quantise: bool, x: Tensor, cos_sin: Tensor, slots: Tensor, cache: Tensor, impl: str,
-    q: Tensor | None = None,
+    q: Tensor | None = None, pad_heads: int = 0,
 ) -> Tensor | None:  # fmt: skip
     weight = torch.linspace(0.5, 1.5, x.shape[-1], device=DEVICE).bfloat16()
     if op == "window":
         q = x.new_empty((x.shape[0], 0, x.shape[1])) if q is None else q
-        return publish_window(q, x, weight, cos_sin, slots, cache, record, PAGE_STATES, EPS, quantise, impl)
+        fixed = (weight, cos_sin, slots, cache, record, PAGE_STATES, pad_heads, EPS, quantise)
+        return publish_window(q, x, *fixed, impl)
     if op == "states":
         return publish_states(x, cos_sin, slots, cache, record, PAGE_STATES, quantise, impl)
     return publish_index_k(x, weight, cos_sin, slots, cache, record, PAGE_STATES, EPS, quantise, impl)
@@ -169,9 +170,9 @@ def test_interpreted_extremes(record: str, dim: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("num_heads", [0, 1, 6])
-def test_interpreted_queries(num_heads: int) -> None:
-    check_queries(3, num_heads, offset=0)
+@pytest.mark.parametrize(("num_heads", "pad_heads"), [(0, 0), (1, 0), (6, 0), (6, 9), (6, 4)])
+def test_interpreted_queries(num_heads: int, pad_heads: int) -> None:
+    check_queries(3, num_heads, 0, pad_heads)
 
 
 # -- compiled -------------------------------------------------------------------------------------------
@@ -274,11 +275,12 @@ QUERIES = [(t, h) for t in (0, 1, 2, 5, 64, 129) for h in (1, 8, 16, 32, 64)] + 
 
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize(("num_rows", "num_heads"), [pytest.param(*shape, marks=gpu) for shape in QUERIES])
-def test_queries(num_rows: int, num_heads: int, offset: int) -> None:
-    check_queries(num_rows, num_heads, offset)
+@pytest.mark.parametrize("pad_heads", [0, 64])
+def test_queries(num_rows: int, num_heads: int, offset: int, pad_heads: int) -> None:
+    check_queries(num_rows, num_heads, offset, pad_heads)
 
 
-def check_queries(num_rows: int, num_heads: int, offset: int) -> None:
+def check_queries(num_rows: int, num_heads: int, offset: int, pad_heads: int) -> None:
     """q is cut from a wider projection: row-strided, and not aligned where the offset is odd."""
     dim = 512
     wide = free_values((num_rows, num_heads * dim + 16 * (1 + num_heads)), 3)
@@ -287,8 +289,8 @@ def check_queries(num_rows: int, num_heads: int, offset: int) -> None:
     x, cos_sin = exact_values((num_rows, dim), 5), angles(num_rows, 6)
     kernel = poisoned_cache("scaled_528", num_pages, dim)
     reference, before = copy_of(kernel), q.clone()
-    found = publish("window", "scaled_528", True, x, cos_sin, slots, kernel, "triton", q)
-    expected = publish("window", "scaled_528", True, x, cos_sin, slots, reference, "reference", q)
+    found = publish("window", "scaled_528", True, x, cos_sin, slots, kernel, "triton", q, pad_heads)
+    expected = publish("window", "scaled_528", True, x, cos_sin, slots, reference, "reference", q, pad_heads)
     assert found.is_contiguous() or not found.numel()
     assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
     assert torch.equal(q, before)

@@ -627,7 +627,9 @@ def sparse_attention(
     rope_dim: int,
     deterministic: bool,
 ) -> Tensor:
+    q = q[:, : sink.shape[0]]
     rows, heads, dim = q.shape
+    assert heads == sink.shape[0], f"{sink.shape[0]} sinks for {heads} heads"
     assert dim == HEAD_DIM, f"heads are {HEAD_DIM} wide here, got {dim}"
     assert heads <= MAX_HEADS, f"at most {MAX_HEADS} heads a rank, got {heads}"
     assert q.dtype == torch.bfloat16, f"queries are bf16, got {q.dtype}"

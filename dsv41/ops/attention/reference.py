@@ -59,6 +59,7 @@ def sparse_attention(
 ) -> Tensor:
     dim, num_slots = q.shape[-1], window_slots.shape[1] + state_slots.shape[1]
     tile = max(1, TILE_BYTES // (max(num_slots, 1) * dim * 8))
+    q = q[:, : sink.shape[0]]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # contiguous whatever q is: the fake says so
     for start in range(0, q.shape[0], tile):
         rows = slice(start, start + tile)

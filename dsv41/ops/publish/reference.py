@@ -3,6 +3,7 @@ rotation."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from dsv41.ops import records
@@ -37,12 +38,15 @@ def publish_window(
     cache: Tensor,
     record: str,
     page_states: int,
+    pad_heads: int,
     eps: float,
     quantise: bool,
 ) -> Tensor:
     round_trip = "fp8_32" if quantise else "none"
     _store(rms_norm(kv, norm, eps), cos_sin, slots, cache, record, page_states, round_trip)
-    return rotate(q, cos_sin)
+    q = rotate(q, cos_sin)
+    more = max(pad_heads - q.shape[1], 0)
+    return torch.nn.functional.pad(q, (0, 0, 0, more)) if more else q
 
 
 def publish_states(

@@ -239,6 +239,7 @@ def _publish(
     q_head_stride,
     q_out,
     HEADS: tl.constexpr,
+    OUT_HEADS: tl.constexpr,
     TILE: tl.constexpr,
     NORM: tl.constexpr,
     PAGE_STATES: tl.constexpr,
@@ -259,7 +260,7 @@ def _publish(
     SCALE_BYTES: tl.constexpr,
     FP32_SCALES: tl.constexpr,
 ):
-    PARTS: tl.constexpr = 1 + (HEADS + TILE - 1) // TILE
+    PARTS: tl.constexpr = 1 + (OUT_HEADS + TILE - 1) // TILE
     part = tl.program_id(0) % PARTS
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     angles = cos_sin + row * angle_stride
@@ -298,20 +299,21 @@ def _publish(
     else:
         head = tl.expand_dims((part - 1) * TILE + tl.arange(0, TILE), 1)
         source = q + row * q_stride + head.to(tl.int64) * q_head_stride
-        target = q_out + (row * HEADS + head) * D
+        target = q_out + (row * OUT_HEADS + head) * D
         channel = tl.expand_dims(tl.arange(0, WIDTH), 0)
-        mask = (head < HEADS) & (channel < D - ROPE)
         turned = tl.expand_dims(tl.arange(0, ROPE_WIDTH), 0)
-        turned_mask = (head < HEADS) & (turned < ROPE)
-        still = tl.load(source + channel, mask=mask)
-        values = tl.load(source + (D - ROPE) + turned, mask=turned_mask, other=0.0).to(tl.float32)
+        in_still, in_turned = channel < D - ROPE, turned < ROPE
+        live, kept = head < HEADS, head < OUT_HEADS
+        still = tl.load(source + channel, mask=live & in_still, other=0.0)
+        values = tl.load(source + (D - ROPE) + turned, mask=live & in_turned, other=0.0).to(tl.float32)
         pair = tl.arange(0, ROPE_WIDTH // 2)
         cos = tl.expand_dims(tl.load(angles + pair, mask=pair < ROPE // 2, other=0.0), 0)
         sin = tl.expand_dims(tl.load(angles + ROPE // 2 + pair, mask=pair < ROPE // 2, other=0.0), 0)
         even, odd = tl.split(tl.reshape(values, (TILE, ROPE_WIDTH // 2, 2)))
         even, odd = _rotate(even, odd, cos, sin)
-        tl.store(target + channel, still, mask=mask)
-        tl.store(target + (D - ROPE) + turned, tl.interleave(even, odd), mask=turned_mask)
+        tl.store(target + channel, still, mask=kept & in_still)
+        values = tl.where(live, tl.interleave(even, odd), 0.0)  # a turned zero could be negative
+        tl.store(target + (D - ROPE) + turned, values, mask=kept & in_turned)
 
 
 def _launch(
@@ -325,13 +327,15 @@ def _launch(
     page_states: int,
     round_trip: str,
     q: Tensor | None = None,
+    pad_heads: int = 0,
 ) -> Tensor:
-    """x [T, d], norm [d] or None, cos_sin [T, r], slots [T], q [T, H, d] or None -> q rotated, [T, H, d]."""
+    """x [T, d], norm [d] or None, cos_sin [T, r], slots [T], q [T, H, d] or None -> q rotated and padded."""
     layout = records.get_record(record)
     assert record in RECORDS, f"{record} has no Triton writer"
     (num_rows, dim), rope_dim = x.shape, cos_sin.shape[-1]
     num_heads = 0 if q is None else q.shape[1]
-    q_out = x if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out_heads = 0 if q is None else max(num_heads, pad_heads)
+    q_out = x if q is None else q.new_empty((num_rows, out_heads, dim))
     q = x if q is None else q
     if num_rows == 0:
         return q_out
@@ -349,8 +353,8 @@ def _launch(
         assert cache.shape[1:] == (page_states, dim), f"wrong shape {tuple(cache.shape)} of {record} pages"
         assert cache.stride(1) == dim, "a page lies in one piece"
     block, reciprocal, floor = QUANTISERS[round_trip if rows else layout.round_trip]
-    width, tile = triton.next_power_of_2(dim), min(HEAD_TILE, triton.next_power_of_2(max(num_heads, 1)))
-    _publish[(num_rows * (1 + -(-num_heads // tile)),)](
+    width, tile = triton.next_power_of_2(dim), min(HEAD_TILE, triton.next_power_of_2(max(out_heads, 1)))
+    _publish[(num_rows * (1 + -(-out_heads // tile)),)](
         x,
         x.stride(0),
         x if norm is None else norm,
@@ -365,6 +369,7 @@ def _launch(
         q.stride(1),
         q_out,
         HEADS=num_heads,
+        OUT_HEADS=out_heads,
         TILE=tile,
         NORM=norm is not None,
         PAGE_STATES=page_states,
@@ -384,7 +389,7 @@ def _launch(
         SCALE_STRIDE=scales.stride,
         SCALE_BYTES=scales.width,
         FP32_SCALES=layout.fp32_scales,
-        num_warps=QUERY_WARPS if num_heads else ROW_WARPS,
+        num_warps=QUERY_WARPS if out_heads else ROW_WARPS,
         enable_fp_fusion=False,
     )
     return q_out
@@ -399,11 +404,12 @@ def publish_window(
     cache: Tensor,
     record: str,
     page_states: int,
+    pad_heads: int,
     eps: float,
     quantise: bool,
 ) -> Tensor:
     round_trip = "fp8_32" if quantise else "none"
-    return _launch(kv, norm, eps, cos_sin, slots, cache, record, page_states, round_trip, q)
+    return _launch(kv, norm, eps, cos_sin, slots, cache, record, page_states, round_trip, q, pad_heads)
 
 
 def publish_states(
