@@ -20,6 +20,7 @@ from dsv41.model.decoder import DecoderLayer
 from dsv41.model.inputs import StepInputs, StepOutput, empty_index
 from dsv41.model.plan import LayerPlan
 from dsv41.ops import records
+from dsv41.ops.hyper.reference import collapse
 from dsv41.runner.load import Model, blueprint, load
 from dsv41.runner.stepper import HandRequest, Stepper
 
@@ -34,11 +35,16 @@ def tensors(name: str) -> dict[str, Tensor]:
 
 
 @cache
-def model(name: str, numerics: str, overrides: tuple[str, ...] = (), backends: str | None = None) -> Model:
-    """A golden checkpoint under one arithmetic mode, on the CPU."""
-    plan = blueprint(
-        str(GOLDEN / name / "model"), numerics=numerics, device="cpu", overrides=overrides, backends=backends
-    )
+def model(
+    name: str,
+    numerics: str,
+    overrides: tuple[str, ...] = (),
+    backends: str | None = None,
+    device: str = "cpu",
+) -> Model:
+    """A golden checkpoint under one arithmetic mode."""
+    directory = str(GOLDEN / name / "model")
+    plan = blueprint(directory, numerics=numerics, device=device, overrides=overrides, backends=backends)
     return load(plan, features=True)
 
 
@@ -139,10 +145,13 @@ def decode_tokens(name: str, prompt: str, row: int) -> list[int]:
 
 @cache
 @torch.inference_mode()
-def together(name: str, numerics: str) -> dict[tuple[str, int], tuple[Tensor, Tensor]]:
+def together(
+    name: str, numerics: str, backends: str | None = None, device: str = "cpu"
+) -> dict[tuple[str, int], tuple[Tensor, Tensor]]:
     """(prefill [S, V], decode [N, V]) logits of every golden prompt, all of them in the same steps of one
     stepper."""
-    loaded, names = model(name, numerics), prompts(name, images=True)
+    loaded = model(name, numerics, backends=backends, device=device)
+    names = prompts(name, images=True)
     stepper = Stepper(loaded, EngineConfig(max_requests=len(names), max_context_tokens=512))
     requests = [admit(stepper, name, numerics, *key) for key in names]
 
@@ -291,15 +300,15 @@ def _named(calls: dict, layer: DecoderLayer, plan: LayerPlan, step: StepInputs) 
     args = {name: [args for args, _ in made] for name, made in calls.items()}
     up, output_up = (-2, -1)  # the fp8 products outside `project_inputs`; an Engram's own comes before them
     ours = {
-        "attn_norm_in": result["hyper_collapse"][0],
+        "attn_norm_in": collapse(*args["hyper_collapse"][0][:2]),
         "attn_in": args["project_inputs"][0][0],
         "qr": args["linear_fp8"][up][0],
         "attn_q": result["publish_window"][0],
         "attn_o": result["sparse_attention"][0],
         "o_lora": args["linear_fp8"][output_up][0],
         "attn_out": result["linear_fp8"][output_up],
-        "stream_mid": result["hyper_expand"][0],
-        "ffn_norm_in": result["hyper_collapse"][1],
+        "stream_mid": result["hyper_update"][0][0],
+        "ffn_norm_in": collapse(result["hyper_update"][0][0], args["hyper_update"][0][4]),
         "ffn_in": args["experts"][0][0],
         "ffn_out": result["experts"][0],
     }

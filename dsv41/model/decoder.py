@@ -3,10 +3,11 @@ mixture.
 
 streams = embed(token) on every residual copy;  mix = copy 0
 layer:  streams = engram(streams)                                   (two layers)
-        u = attention(norm(collapse(streams, mix)))                 mix of the previous layer's feed-forward
-        half
+        x = norm(collapse(streams, mix))                            (mix of the previous feed-forward half)
+        u = attention(x)
         streams = expand(u, streams)
-        v = moe(norm(collapse(streams, pre of the attention half)))
+        x = norm(collapse(streams, pre of the attention half))
+        v = moe(x)
         streams = expand(v, streams);  mix = pre of the feed-forward half
 hidden = norm(collapse(streams, mix))
 """
@@ -30,7 +31,6 @@ from dsv41.model.linear import Context, Fp8Weight, parameter
 from dsv41.model.moe import MoE
 from dsv41.model.plan import LayerPlan, kv_sources
 from dsv41.model.rope import plain_frequencies, rotations, yarn_frequencies
-from dsv41.ops.arithmetic import rms_norm
 from dsv41.ops.library import pack_weights
 from dsv41.ops.linear.op import linear
 
@@ -38,7 +38,6 @@ from dsv41.ops.linear.op import linear
 class DecoderLayer(nn.Module):
     def __init__(self, context: Context, plan: LayerPlan, layout: CacheLayout, own_tables: bool) -> None:
         super().__init__()
-        self.eps = context.config.norm_eps
         self.engram = None if plan.engram is None else Engram(context, plan.engram, own_tables)
         self.attention_hyper = HyperConnection(context)
         self.attention_norm = parameter(context.config.hidden_size)
@@ -58,12 +57,11 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor, Shared]:
         """streams [T, M, D], mix [T, M] -> the same after both halves, and what later layers share."""
         pre, post, comb = self.attention_hyper.coefficients(streams)
-        x = rms_norm(self.attention_hyper.collapse(streams, mix), self.attention_norm, self.eps)
+        x = self.attention_hyper.collapse(streams, mix, self.attention_norm)
         u, shared = self.attention(x, step, rotations, caches, shared)
-        streams = self.attention_hyper.expand(u, streams, post, comb)
+        streams, x = self.attention_hyper.update(u, streams, post, comb, pre, self.ffn_norm)
 
         next_mix, post, comb = self.ffn_hyper.coefficients(streams)
-        x = rms_norm(self.ffn_hyper.collapse(streams, pre), self.ffn_norm, self.eps)
         streams = self.ffn_hyper.expand(self.moe(x, step), streams, post, comb)
         return streams, next_mix, shared
 
@@ -71,7 +69,7 @@ class DecoderLayer(nn.Module):
         self, streams: Tensor, mix: Tensor, step: StepInputs, rotations: Rotations, caches: KVCaches
     ) -> None:
         """Only the layer's cache writes, for rows that end here (decoder replay)."""
-        x = rms_norm(self.attention_hyper.collapse(streams, mix), self.attention_norm, self.eps)
+        x = self.attention_hyper.collapse(streams, mix, self.attention_norm)
         self.attention.write_kv(x, step, rotations, caches)
 
 
@@ -125,7 +123,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.context = context = Context(config, backends, deterministic)
-        self.plan, self.return_features = plan, features
+        self.plan, self.return_features, self.packed = plan, features, False
         self.embedding = parameter(config.vocab_size, config.hidden_size)
         if config.engram.layers:
             self.token_map = parameter(config.vocab_size, dtype=torch.int64)
@@ -140,14 +138,22 @@ class Decoder(nn.Module):
         self.register_buffer("yarn_frequencies", yarn_frequencies(config).to(device), persistent=False)
 
     def pack_weights(self) -> None:
-        """Put the loaded weights into the byte orders of their backends, in place. Once."""
-        backends = self.context.backends
+        """Put the loaded weights into the byte orders that their backends read, in place."""
+        self._reorder_weights(packed=True)
+
+    def unpack_weights(self) -> None:
+        """Put them back into the release's order, which the reference reads."""
+        self._reorder_weights(packed=False)
+
+    def _reorder_weights(self, packed: bool) -> None:
+        assert self.packed != packed, "the weights lie in that order already"
+        self.packed, backends = packed, self.context.backends
         for module in self.modules():
             if isinstance(module, Fp8Weight):
-                pack_weights("linear", backends.linear, module.weight, module.scale)
+                pack_weights("linear", backends.linear, module.weight, module.scale, back=not packed)
             elif isinstance(module, MoE):
                 routed = (module.gate_up, module.gate_up_scale, module.down, module.down_scale)
-                pack_weights("moe", backends.moe, *routed)
+                pack_weights("moe", backends.moe, *routed, back=not packed)
 
     def embed(self, step: StepInputs) -> Tensor:
         """The stream before layer 0: every residual copy is the embedding. [T, M, D]"""
@@ -216,8 +222,7 @@ class Decoder(nn.Module):
 
     def final(self, streams: Tensor, mix: Tensor) -> Tensor:
         """The last feed-forward half's own mix collapses the stream; there is no learned head mix. [T, D]"""
-        collapsed = self.layer(len(self.plan) - 1).ffn_hyper.collapse(streams, mix)
-        return rms_norm(collapsed, self.norm, self.context.config.norm_eps)
+        return self.layer(len(self.plan) - 1).ffn_hyper.collapse(streams, mix, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, D] -> float32 [n, V]"""

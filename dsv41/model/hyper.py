@@ -1,4 +1,4 @@
-"""Residual copies: the parameters of one sub-layer's coefficients, and the three uses of them."""
+"""Residual copies: the parameters of one sub-layer's coefficients, and the uses of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv41.model.linear import Context, parameter
-from dsv41.ops.hyper.op import hyper_coefficients, hyper_collapse, hyper_expand
+from dsv41.ops.hyper.op import hyper_coefficients, hyper_collapse, hyper_expand, hyper_update
 
 
 class HyperConnection(nn.Module):
@@ -29,9 +29,16 @@ class HyperConnection(nn.Module):
             streams, self.fn, self.base, self.scale, self.sweeps, self.eps, self.norm_eps, self.impl
         )
 
-    def collapse(self, streams: Tensor, pre: Tensor) -> Tensor:
-        """[T, M, D] -> [T, D]; `pre` comes from the sub-layer before this one."""
-        return hyper_collapse(streams, pre, self.impl)
+    def collapse(self, streams: Tensor, pre: Tensor, norm: Tensor) -> Tensor:
+        """[T, M, D] -> normed [T, D]; `pre` comes from the sub-layer before this one."""
+        return hyper_collapse(streams, pre, norm, self.norm_eps, self.impl)
 
     def expand(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         return hyper_expand(y, streams, post, comb, self.impl)
+
+    def update(
+        self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, pre: Tensor, norm: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """This sub-layer's expansion and the next one's input, fed by this one's `pre`: streams [T, M, D],
+        x [T, D]."""
+        return hyper_update(y, streams, post, comb, pre, norm, self.norm_eps, self.impl)

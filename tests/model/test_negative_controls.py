@@ -87,16 +87,19 @@ def comb_transposed(patch: Patch) -> None:
 
 @control(0.04)
 def coefficients_not_staggered(patch: Patch) -> None:
-    """Every half is fed by its own `pre`, the last one computed, instead of the previous half's."""
-    latest: list[torch.Tensor] = []
+    """Every half is fed by its own `pre` instead of the previous half's."""
 
-    def remember(coefficients, *args):
-        made = coefficients(*args)
-        latest[:] = [made[0]]
-        return made
+    def broken_collapse(own, right, streams, pre, norm):
+        return right(streams, own.coefficients(streams)[0], norm)
 
-    wrap(patch, hyper, "hyper_coefficients", remember)
-    wrap(patch, hyper, "hyper_collapse", lambda collapse, x, pre: collapse(x, latest[0]))
+    def broken_update(own, right, y, streams, post, comb, pre, norm):
+        streams, _ = right(y, streams, post, comb, pre, norm)
+        return streams, own.collapse(streams, own.coefficients(streams)[0], norm)
+
+    for layer in golden.model("tiny", "fp32-noquant").decoder.layers:
+        first, second = layer.attention_hyper, layer.ffn_hyper
+        patch.setattr(first, "collapse", functools.partial(broken_collapse, first, first.collapse))
+        patch.setattr(first, "update", functools.partial(broken_update, second, first.update))
 
 
 @control(0.01)

@@ -21,8 +21,8 @@ from dsv41.ops import records
 from dsv41.ops.arithmetic import exact_matmul, rms_norm, rotate
 from dsv41.ops.attention.op import sparse_attention
 from dsv41.ops.compression.op import compress
-from dsv41.ops.hyper.op import hyper_coefficients, hyper_collapse, hyper_expand
-from dsv41.ops.hyper.reference import split_mixes
+from dsv41.ops.hyper.op import hyper_coefficients, hyper_collapse, hyper_expand, hyper_update
+from dsv41.ops.hyper.reference import collapse, split_mixes
 from dsv41.ops.indexing.op import candidate_blocks
 from dsv41.ops.linear.op import linear, linear_fp8
 from dsv41.ops.moe.op import experts, route
@@ -114,11 +114,25 @@ def test_hyper_connection() -> None:
     )
     for name, value in (("pre", pre), ("post", post), ("comb", comb)):
         torch.testing.assert_close(value, golden[name][0], rtol=0, atol=1e-6)
-    assert ulps(hyper_collapse(streams, pre, CPU), golden["collapsed"][0]).max() <= 1
+    assert ulps(collapse(streams, pre), golden["collapsed"][0]).max() <= 1
     expanded = hyper_expand(golden["sub_out"][0], streams, post, comb, CPU)
     assert ulps(expanded, golden["expanded"][0]).max() <= 1
     transposed = hyper_expand(golden["sub_out"][0], streams, post, comb.mT.contiguous(), CPU)
     assert rel(transposed, expanded) > 0.05, "the vectors do not tell comb from its transpose"
+
+
+def test_hyper_norm() -> None:
+    """A norm of the sum before it is rounded, and an update that collapses the old streams or does not round
+    the new ones first."""
+    golden = units("hyper_connection")
+    streams, y = golden["stream"][0], golden["sub_out"][0]
+    pre, post, comb = (golden[name][0] for name in ("pre", "post", "comb"))
+    weight = torch.linspace(0.5, 1.5, y.shape[-1]).bfloat16()
+    x = hyper_collapse(streams, pre, weight, EPS, CPU)
+    assert torch.equal(x, rms_norm(collapse(streams, pre), weight, EPS))
+    updated, x = hyper_update(y, streams, post, comb, pre, weight, EPS, CPU)
+    assert torch.equal(updated, hyper_expand(y, streams, post, comb, CPU))
+    assert torch.equal(x, hyper_collapse(updated, pre, weight, EPS, CPU))
 
 
 # ---------------------------------------------------------------------- rotation

@@ -5,8 +5,13 @@
     pre    = sigmoid(scale_0 z[:M] + base[:M]) + eps                         [M]
     post   = 2 sigmoid(scale_1 z[M:2M] + base[M:2M])                         [M]
     comb   = Sinkhorn(scale_2 z[2M:] + base[2M:])   rows, then columns       [M, M]
-    collapse(streams, pre)               = sum_j pre_j streams_j
     expand(y, streams, post, comb)_k     = post_k y + sum_j comb_jk streams_j
+    collapse(streams, pre, norm)         = rms_norm(sum_j pre_j streams_j, norm)
+    update(y, streams, post, comb, pre, norm): expand, then collapse of the new streams
+
+Every collapse of the model feeds a norm, so the norm belongs to it. Stored values are rounded to the stream's
+dtype: the expanded streams, the sum of a collapse before its norm, the norm's result (spec/arithmetic.md 2,
+points 1 and 10).
 
 The coefficients are staggered: a sub-layer is fed by the previous sub-layer's `pre` (spec/model.md 3.1).
 
@@ -31,6 +36,10 @@ def _collapse_fake(streams: Tensor, *_: object) -> Tensor:
     return streams.new_empty((streams.shape[0], streams.shape[2]))
 
 
+def _update_fake(y: Tensor, streams: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return _expand_fake(y, streams), _collapse_fake(streams)
+
+
 def _expand_fake(y: Tensor, streams: Tensor, *_: object) -> Tensor:
     return streams.new_empty(streams.shape)
 
@@ -42,10 +51,18 @@ hyper_coefficients = declare(
     fake=_coefficients_fake,
 )
 hyper_collapse = declare(
-    "hyper", "hyper_collapse(Tensor streams, Tensor pre, str impl) -> Tensor", fake=_collapse_fake
+    "hyper",
+    "hyper_collapse(Tensor streams, Tensor pre, Tensor norm, float norm_eps, str impl) -> Tensor",
+    fake=_collapse_fake,
 )
 hyper_expand = declare(
     "hyper",
     "hyper_expand(Tensor y, Tensor streams, Tensor post, Tensor comb, str impl) -> Tensor",
     fake=_expand_fake,
+)
+hyper_update = declare(
+    "hyper",
+    "hyper_update(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor pre, Tensor norm,"
+    " float norm_eps, str impl) -> (Tensor, Tensor)",
+    fake=_update_fake,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv41.ops.arithmetic import exact_matmul, sigmoid
+from dsv41.ops.arithmetic import exact_matmul, rms_norm, sigmoid
 
 
 def why_not(hardware: object, record: str | None) -> str | None:
@@ -44,8 +44,13 @@ def hyper_coefficients(
     return split_mixes(mixes, base, scale, streams.shape[1], sweeps, eps)
 
 
-def hyper_collapse(streams: Tensor, pre: Tensor) -> Tensor:
+def collapse(streams: Tensor, pre: Tensor) -> Tensor:
+    """The sum alone, before its norm: [T, M, D], [T, M] -> [T, D]."""
     return (streams.float() * pre.unsqueeze(-1)).sum(1).to(streams.dtype)
+
+
+def hyper_collapse(streams: Tensor, pre: Tensor, norm: Tensor, norm_eps: float) -> Tensor:
+    return rms_norm(collapse(streams, pre), norm, norm_eps)
 
 
 def hyper_expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -53,3 +58,10 @@ def hyper_expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tens
         1
     )  # [T, M, D], summed over the row index j
     return (post.unsqueeze(-1) * y.float().unsqueeze(1) + kept).to(streams.dtype)
+
+
+def hyper_update(
+    y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, pre: Tensor, norm: Tensor, norm_eps: float
+) -> tuple[Tensor, Tensor]:
+    streams = hyper_expand(y, streams, post, comb)
+    return streams, hyper_collapse(streams, pre, norm, norm_eps)

@@ -1,0 +1,174 @@
+"""How long the kernels of the residual copies take: replayed graphs, bytes, and percent of the roof.
+
+    python profiles/hyper.py [--rows 1 8 32 128 4096] [--cases update coefficients] [--output hyper.jsonl]
+
+Each line times one op at one number of rows in a CUDA graph of many launches. `fn` (2 MB) rotates among 64
+copies, which exceed the L2 cache together, since a step reads every layer's once. Streams rotate where a set
+of them is at least 1 MB; a decode step's were written by the launch before, and are read from L2 in a step
+too. `sub-layer` is what one sub-layer costs in a layer: coefficients and update. The roof is a device copy,
+timed in the same run, `floor` a launch that does nothing. Synthetic: random values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dsv41.ops.hyper.op import hyper_coefficients, hyper_collapse, hyper_expand, hyper_update
+
+COPIES, DIM, SWEEPS, HYPER_EPS, EPS = 4, 5120, 20, 1e-6, 1e-20
+MIXES = (2 + COPIES) * COPIES
+L2_BYTES = 60 << 20
+FN_BYTES = 4 * MIXES * COPIES * DIM
+NUM_FN = 64
+IMPL = "triton"
+Call = Callable[[], object]
+
+
+def time_us(calls: list[Call], launches: int, samples: int = 21) -> list[float]:
+    """Microseconds of one call: `launches` of them in a graph, taken from `calls` in turn."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(launches):
+            calls[index % len(calls)]()
+    graph.replay()
+    times = []
+    for _ in range(samples):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / launches)
+    return times
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by an elementwise kernel over 2 GiB."""
+    source = torch.randint(0, 255, (1 << 29,), dtype=torch.int32, device="cuda")
+    target = torch.empty_like(source)
+    size = 2 * source.numel() * source.element_size()
+    return size / statistics.median(time_us([lambda: torch.neg(source, out=target)], 4)) * 1e6
+
+
+def launch_floor() -> float:
+    """Microseconds of a kernel that expands one row of 8 channels."""
+    y, streams = torch.zeros((1, 8), dtype=torch.bfloat16, device="cuda"), bf16(1, 1, 8)
+    post, comb = torch.ones((1, 1), device="cuda"), torch.ones((1, 1, 1), device="cuda")
+    return statistics.median(time_us([lambda: hyper_expand(y, streams, post, comb, IMPL)], 200))
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda").bfloat16()
+
+
+def weights() -> list[Tensor]:
+    return [torch.randn((MIXES, COPIES * DIM), device="cuda") * 0.01 for _ in range(NUM_FN)]
+
+
+def calls_of(case: str, rows: int, fns: list[Tensor]) -> tuple[list[Call], int]:
+    """Calls to take in turn, and the bytes that one of them must move."""
+    row = 2 * rows * DIM  # bytes of one copy of all rows
+    coefficients = 4 * rows * MIXES
+    moved = {
+        "coefficients": row * COPIES + coefficients + FN_BYTES,
+        "collapse": row * (COPIES + 1) + 4 * rows * COPIES,
+        "expand": row * (2 * COPIES + 1) + coefficients,
+        "update": row * (2 * COPIES + 2) + coefficients,
+    }
+    moved["sub-layer"] = moved["coefficients"] + moved["update"]
+    size, used = moved[case], moved[case] - (FN_BYTES if case in ("coefficients", "sub-layer") else 0)
+    sets = 1 if used < 1 << 20 else 1 + min(64, 2 * L2_BYTES // used)
+    inputs = [one_set(rows) for _ in range(sets)]
+    base, scale = torch.randn(MIXES, device="cuda"), torch.ones(3, device="cuda")
+    norm = bf16(DIM)
+
+    def call(index: int) -> Call:
+        y, streams, pre, post, comb = inputs[index % sets]
+        fn = fns[index % NUM_FN]
+
+        def coefficients() -> tuple[Tensor, Tensor, Tensor]:
+            return hyper_coefficients(streams, fn, base, scale, SWEEPS, HYPER_EPS, EPS, IMPL)
+
+        def sub_layer() -> object:
+            own_pre, own_post, own_comb = coefficients()
+            return hyper_update(y, streams, own_post, own_comb, own_pre, norm, EPS, IMPL)
+
+        return {
+            "coefficients": coefficients,
+            "collapse": lambda: hyper_collapse(streams, pre, norm, EPS, IMPL),
+            "expand": lambda: hyper_expand(y, streams, post, comb, IMPL),
+            "update": lambda: hyper_update(y, streams, post, comb, pre, norm, EPS, IMPL),
+            "sub-layer": sub_layer,
+        }[case]
+
+    return [call(index) for index in range(max(sets, NUM_FN if used != size else 1))], size
+
+
+def one_set(rows: int) -> tuple[Tensor, ...]:
+    shapes = ((rows, COPIES), (rows, COPIES), (rows, COPIES, COPIES))
+    return bf16(rows, DIM), bf16(rows, COPIES, DIM), *(torch.rand(shape, device="cuda") for shape in shapes)
+
+
+CASES = ("coefficients", "collapse", "expand", "update", "sub-layer")
+
+
+def measure(cases: list[str], row_counts: list[int]) -> Iterator[dict[str, object]]:
+    bandwidth, floor = copy_bandwidth(), launch_floor()
+    device = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    yield {"copy_tb_s": bandwidth / 1e12, "launch_floor_us": floor, **device}
+    fns = weights()
+    for case in cases:
+        for rows in row_counts:
+            calls, size = calls_of(case, rows, fns)
+            times = sorted(time_us(calls, 8 if rows >= 1024 else max(64, len(calls))))
+            median = statistics.median(times)
+            yield {
+                "case": case,
+                "rows": rows,
+                "us": median,
+                "us_p10": times[len(times) // 10],
+                "us_p90": times[-1 - len(times) // 10],
+                "bytes": size,
+                "roof_us": size / bandwidth * 1e6,
+                "percent_of_roof": 100 * size / bandwidth * 1e6 / median,
+                "samples_us": times,
+            }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 512, 4096])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--output", type=Path, help="one JSON object a line")
+    arguments = parser.parse_args()
+    lines = []
+    for result in measure(arguments.cases, arguments.rows):
+        lines.append(json.dumps(result))
+        if "case" in result:
+            print(
+                f"{result['case']:14s} {result['rows']:5d} rows {result['us']:8.2f} us"
+                f"  {result['bytes'] / 1e6:9.3f} MB  {result['percent_of_roof']:5.1f} % of the roof"
+            )
+        else:
+            print(
+                f"{result['gpu']}: copy {result['copy_tb_s']:.2f} TB/s,"
+                f" empty launch {result['launch_floor_us']:.2f} us"
+            )
+    if arguments.output:
+        arguments.output.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,537 @@
+"""The Triton kernels of the residual copies against the reference.
+
+On a CPU the kernels run in Triton's interpreter, at small sizes, in a process of its own; what they become on
+Hopper is compiled there too. `gpu` tests run them at the release's sizes. The kernel always runs before the
+reference.
+
+Tolerances. Stored bf16 values: sums of M + 1 float32 products in another order, or fused, move a value across
+a rounding boundary now and then, by a bf16 step of the largest term, in a small share of values.
+Coefficients: the reference sums in float64. Ours sum 128 products in a tensor core, which truncates (at most
+2^-23 of the partial sum a step), then in float32, and evaluate exp, rsqrt and 1/x to an ulp or two; 20 sweeps
+renormalise, so that errors do not grow. That is about 3e-7 of the norms of x and fn (root mean square), times
+a scale of up to 3.5, times 4.5 for the worst of 100,000, half of it in a coefficient: 2e-6, allowed 8e-6.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from interpreted import (  # noqa: F401
+    DEVICE,
+    GPU,
+    INTERPRETED,
+    gpu,
+    interpreted,
+    repair_the_interpreter,
+    run_interpreted,
+)
+from torch import Tensor
+
+from dsv41.hardware import Hardware
+from dsv41.ops.hyper import reference
+from dsv41.ops.hyper.op import hyper_coefficients, hyper_collapse, hyper_expand, hyper_update
+
+SWEEPS, HYPER_EPS, EPS = 20, 1e-6, 1e-20
+COPIES, DIM = 4, 5120
+COEFFICIENT = 8e-6
+
+
+@pytest.mark.skipif(INTERPRETED or GPU, reason="this process runs the kernels itself")
+def test_in_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def replace_instructions(repair_the_interpreter: None):  # noqa: F811
+    """The interpreter has no inline assembly and no product of bf16 tiles."""
+    with pytest.MonkeyPatch.context() as patch:
+        if INTERPRETED:
+            import numpy as np
+            import triton.language as tl
+            from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+            from dsv41.ops.hyper import triton as kernel
+            from dsv41.ops.hyper import triton_words as words
+
+            def pack(even, odd):
+                low = even.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+                high = odd.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+                return (low | (high << 16)).to(tl.int32, bitcast=True)
+
+            def reciprocal(x):
+                return 1.0 / x
+
+            right = InterpreterBuilder.create_dot
+
+            def widened(operand):
+                if operand.dtype.scalar != tl.bfloat16:
+                    return operand
+                return TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+            def dot(self, a, b, *rest):
+                return right(self, widened(a), widened(b), *rest)
+
+            for module in (kernel, words):
+                patch.setattr(module, "pack", pack)
+                patch.setattr(module, "reciprocal", reciprocal)
+            patch.setattr(InterpreterBuilder, "create_dot", dot)
+        yield
+
+
+# -- inputs ---------------------------------------------------------------------------------------------
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+def normal(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=generator(seed), device=DEVICE)
+
+
+def apart(x: Tensor, gap: int = 8) -> Tensor:
+    """The same rows, with NaN between and around them."""
+    wide = torch.full((len(x), x[0].numel() + 2 * gap), torch.nan, dtype=x.dtype, device=x.device)
+    inside = wide[:, gap:-gap].unflatten(1, x.shape[1:])
+    return inside.copy_(x)
+
+
+def streams_of(rows: int, copies: int, dim: int, seed: int) -> Tensor:
+    """bf16 rows of very different sizes."""
+    size = torch.exp2(normal((rows, copies, 1), seed + 1) * 3)
+    return (normal((rows, copies, dim), seed) * size).bfloat16()
+
+
+WEIGHTS = ("fn", "base", "scale", "norm", "sweeps")
+
+
+class Inputs:
+    """All arguments of the four ops."""
+
+    def __init__(self, rows: int, copies: int = COPIES, dim: int = DIM, seed: int = 0) -> None:
+        mixes, self.sweeps = (2 + copies) * copies, SWEEPS
+        self.streams = streams_of(rows, copies, dim, seed)
+        self.y = streams_of(rows, 1, dim, seed + 2)[:, 0]
+        self.fn = normal((mixes, copies * dim), seed + 4) * (copies * dim) ** -0.5
+        self.base, self.scale = normal((mixes,), seed + 5), normal((3,), seed + 6).abs() + 0.5
+        self.norm = (normal((dim,), seed + 7) * 0.2 + 1).bfloat16()
+        self.pre = normal((rows, copies), seed + 8)
+        self.post = normal((rows, copies), seed + 9)
+        self.comb = normal((rows, copies, copies), seed + 10)
+
+    def coefficients(self, impl: str) -> tuple[Tensor, Tensor, Tensor]:
+        return hyper_coefficients(
+            self.streams, self.fn, self.base, self.scale, self.sweeps, HYPER_EPS, EPS, impl
+        )
+
+    def collapse(self, impl: str) -> Tensor:
+        return hyper_collapse(self.streams, self.pre, self.norm, EPS, impl)
+
+    def expand(self, impl: str) -> Tensor:
+        return hyper_expand(self.y, self.streams, self.post, self.comb, impl)
+
+    def update(self, impl: str) -> tuple[Tensor, Tensor]:
+        return hyper_update(self.y, self.streams, self.post, self.comb, self.pre, self.norm, EPS, impl)
+
+    def all(self, impl: str) -> list[Tensor]:
+        return [*self.coefficients(impl), self.collapse(impl), self.expand(impl), *self.update(impl)]
+
+    def some(self, rows: slice) -> Inputs:
+        """The same weights, some of the rows."""
+        part = object.__new__(Inputs)
+        for name, value in vars(self).items():
+            alone = value if name in WEIGHTS else value[rows]
+            setattr(part, name, alone)
+        return part
+
+    def spread(self) -> Inputs:
+        """Rows apart from each other, with NaN between them."""
+        part = self.some(slice(None))
+        for name in ("streams", "y", "pre", "post", "comb"):
+            setattr(part, name, apart(getattr(self, name)))
+        return part
+
+
+def close(found: Tensor, expected: Tensor, terms: Tensor, share: float) -> None:
+    """bf16 values that differ in at most `share` of places, and there by a bf16 step of the largest term."""
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert found.is_contiguous()
+    assert torch.equal(found.isnan(), expected.isnan())
+    a, b = found.float().nan_to_num(), expected.float().nan_to_num()
+    wrong = (a - b).abs() > 2.0**-7 * torch.maximum(b.abs(), 2.0**-8 * terms.nan_to_num()) + 1e-30
+    assert not wrong.any(), f"{int(wrong.sum())} values are off, first at {wrong.nonzero()[0].tolist()}"
+    assert float((a != b).float().mean() if a.numel() else 0.0) <= share
+
+
+def check_coefficients(inputs: Inputs) -> None:
+    found, expected = inputs.coefficients("triton"), inputs.coefficients("reference")
+    for name, ours, truth in zip(("pre", "post", "comb"), found, expected, strict=True):
+        assert ours.is_contiguous(), name
+        torch.testing.assert_close(
+            ours, truth, rtol=COEFFICIENT, atol=COEFFICIENT, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+        )
+        assert torch.equal(ours.isnan(), truth.isnan())
+
+
+def check_rows(inputs: Inputs) -> None:
+    """Expand, collapse and update. A norm divides by the row's size, so that one step of a sum is one step of
+    the result."""
+    expanded, collapsed, updated = (
+        inputs.expand("triton"),
+        inputs.collapse("triton"),
+        inputs.update("triton"),
+    )
+    streams = inputs.streams.float()
+    terms = (inputs.comb.unsqueeze(-1) * streams.unsqueeze(2)).abs().amax(1)
+    terms = torch.maximum(terms, (inputs.post.unsqueeze(-1) * inputs.y.float().unsqueeze(1)).abs())
+    close(expanded, inputs.expand("reference"), terms, 2e-3)
+    close(updated[0], inputs.expand("reference"), terms, 2e-3)
+    for x, source in ((collapsed, inputs.streams), (updated[1], updated[0])):
+        expected = reference.hyper_collapse(source, inputs.pre, inputs.norm, EPS)
+        parts = (inputs.pre.unsqueeze(-1) * source.float()).abs().amax(1)
+        size = reference.collapse(source, inputs.pre).float().square().mean(-1, keepdim=True).sqrt() + 1e-30
+        close(x, expected, parts / size * inputs.norm.float().abs(), 1e-2)
+
+
+# -- interpreter ----------------------------------------------------------------------------------------
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("rows", "copies", "dim"),
+    [(0, 4, 64), (1, 4, 64), (3, 4, 64), (2, 1, 8), (2, 3, 136), (2, 8, 40), (2, 4, 1288)],
+)
+def test_interpreted(rows: int, copies: int, dim: int) -> None:
+    inputs = Inputs(rows, copies, dim).spread() if rows else Inputs(rows, copies, dim)
+    inputs.sweeps = SWEEPS if dim == 64 else copies  # from 1 on
+    check_coefficients(inputs)
+    check_rows(inputs)
+
+
+@interpreted
+def test_interpreted_tree_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program a chunk and a program a group give the same bits: the interpreter's dot is one for both."""
+    from dsv41.ops.hyper import triton as kernel
+
+    inputs = Inputs(3, 2, 1544)
+    few = inputs.coefficients("triton")
+    monkeypatch.setattr(kernel, "FEW_ROWS", 0)
+    many = inputs.coefficients("triton")
+    for a, b in zip(few, many, strict=True):
+        assert torch.equal(a, b)
+    check_coefficients(inputs)
+
+
+@interpreted
+def test_interpreted_hostile_rows() -> None:
+    check_hostile_rows(4, 72)
+
+
+@interpreted
+@pytest.mark.parametrize("few", [True, False])
+def test_interpreted_weights_are_exact(few: bool) -> None:
+    check_weights_are_exact(1288, few)
+
+
+def check_weights_are_exact(dim: int, few: bool) -> None:
+    """Rows with a single 1 read a weight back: the sum of its three bf16 parts is the float32, bit for bit,
+    in tensor cores too. Finds a wrong channel, a part that is missing, or products in tf32."""
+    import triton
+
+    from dsv41.ops.hyper import triton as kernel
+
+    rows, copies, mixes = 70, 2, 8
+    bits = torch.randint(-(2**31), 2**31, (mixes, copies * dim), generator=generator(0), device=DEVICE)
+    fn = bits.to(torch.int32).view(torch.float32)
+    fn = torch.where((fn.abs() > 2.0**-100) & (fn.abs() < 2.0**100), fn, 0xFFFFFF * 2.0**-20)
+    places = torch.randperm(copies * dim, generator=generator(1), device=DEVICE)[:rows]
+    streams = torch.zeros((rows, copies * dim), dtype=torch.bfloat16, device=DEVICE)
+    streams[torch.arange(rows, device=DEVICE), places] = 1
+    streams = streams.view(rows, copies, dim)
+    chunks = 1 if few else kernel.GROUP_CHUNKS
+    parts = triton.cdiv(dim, kernel.GROUP_CHUNKS * kernel.CHUNK) * kernel.GROUP_CHUNKS // chunks
+    partials = torch.full((copies * parts, rows, 16), torch.nan, device=DEVICE)
+    kernel._project[(triton.cdiv(rows, kernel.TILE), copies * parts)](
+        streams, streams.stride(0), fn, partials, rows, COPIES=copies, D=dim, MIXES=mixes, VALUES=16,
+        PARTS=parts, CHUNKS=chunks, TILE=kernel.TILE, CHUNK=kernel.CHUNK, num_warps=4, num_stages=2,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    found = partials[..., : mixes + 1].double().sum(0)
+    assert torch.equal(found[:, :mixes], fn[:, places].T.double())
+    assert (found[:, mixes] == 1).all(), "the sum of squares"
+
+
+@interpreted
+def test_what_is_refused() -> None:
+    inputs = Inputs(3, 4, 64)
+    streams = inputs.streams
+    with pytest.raises(ValueError, match="bf16 streams"):
+        hyper_collapse(streams.float(), inputs.pre, inputs.norm, EPS, "triton")
+    with pytest.raises(ValueError, match="bf16 output"):
+        hyper_expand(inputs.y.float(), streams, inputs.post, inputs.comb, "triton")
+    with pytest.raises(ValueError, match="multiple of 8 channels, not 4 of 60"):
+        hyper_collapse(streams[..., :60].contiguous(), inputs.pre, inputs.norm[:60], EPS, "triton")
+    with pytest.raises(ValueError, match="not 9 of 64"):
+        hyper_collapse(streams.repeat(1, 3, 1)[:, :9], inputs.pre, inputs.norm, EPS, "triton")
+    with pytest.raises(ValueError, match="in one piece"):
+        hyper_collapse(streams.mT.contiguous().mT, inputs.pre, inputs.norm, EPS, "triton")
+    with pytest.raises(ValueError, match="multiple of 4 bytes"):
+        hyper_expand(apart(inputs.y, 7), streams, inputs.post, inputs.comb, "triton")
+
+
+@interpreted
+def test_why_not() -> None:
+    from dsv41.ops.hyper import triton as kernel
+
+    assert kernel.why_not(Hardware("cuda", 90, "H200", 0), None) is None
+    assert "SM80" in kernel.why_not(Hardware("cpu", 0, "CPU", 0), None)
+
+
+# -- the compiled object --------------------------------------------------------------------------------
+
+COMMON = {"COPIES": COPIES, "D": DIM}
+PROJECT = COMMON | {"MIXES": 24, "VALUES": 32, "TILE": 64, "CHUNK": 128}
+FINISH = COMMON | {"MIXES": 24, "VALUES": 32, "GROUPS": 16, "GROUP_WIDTH": 16}
+COMPILED = {  # kernel, constants, warps; registers at most
+    "update": ("_collapse", COMMON | {"WIDTH": 512, "UPDATE": True}, 8, 128),
+    "collapse": ("_collapse", COMMON | {"WIDTH": 512, "UPDATE": False}, 8, 64),
+    "expand": ("_expand", COMMON | {"WIDTH": 512}, 4, 96),
+    "project few": ("_project", PROJECT | {"PARTS": 40, "CHUNKS": 1}, 4, 128),
+    "project many": ("_project", PROJECT | {"PARTS": 4, "CHUNKS": 10}, 4, 200),
+    "finish few": ("_finish", FINISH | {"CHUNKS": 10}, 1, 240),
+    "finish many": ("_finish", FINISH | {"CHUNKS": 1}, 1, 128),
+}
+
+
+@cache
+def compiled(name: str) -> tuple[str, str, str]:
+    """-> (SASS, resource usage, Triton's GPU IR) of a kernel, compiled for sm_90 without a GPU."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from dsv41.ops.hyper import triton as module
+
+    function, constants, warps, _ = COMPILED[name]
+    kernel = getattr(module, function)
+    types = dict.fromkeys(("y", "streams", "norm", "out", "x"), "*bf16") | {"eps": "fp32", "norm_eps": "fp32"}
+    floats = ("post", "comb", "pre", "fn", "partials", "base", "scale")
+    types |= dict.fromkeys(floats, "*fp32") | dict.fromkeys(constants, "constexpr")
+    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
+    aligned = [n for n, kind in signature.items() if kind[0] == "*" or n.endswith("_stride")]
+    at = kernel.arg_names.index
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(at(argument),): value for argument, value in constants.items()},
+        attrs={(at(argument),): [["tt.divisibility", 16]] for argument in aligned},
+    )
+    fused = function in ("_collapse", "_expand")
+    options = {
+        "num_warps": warps,
+        "num_stages": 2 if function == "_project" else 3,
+        "enable_fp_fusion": fused,
+    }
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(binary.asm["cubin"])
+        sass, usage = (
+            subprocess.run([tools / tool, flag, path], capture_output=True, text=True, check=True).stdout
+            for tool, flag in (("nvdisasm", "-c"), ("cuobjdump", "-res-usage"))
+        )
+    return sass, usage, binary.asm["ttgir"]
+
+
+not_interpreted = pytest.mark.skipif(INTERPRETED, reason="the interpreter cannot compile")
+
+
+@not_interpreted
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_object(name: str) -> None:
+    """Spills, conversions one by one (F2F runs at an eighth of the rate), narrow loads."""
+    sass, usage, _ = compiled(name)
+    registers, stack = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))
+    assert registers <= COMPILED[name][3]
+    assert stack == 0
+    assert not re.search(r"\b(STL|LDL)\b", sass)
+    assert "F2F." not in sass
+    if name in ("update", "collapse", "expand"):
+        copies = 5 if name != "collapse" else 4
+        wide = len(re.findall(r"LDG\.E\.(?:64|128)", sass))
+        assert wide == (copies if name == "expand" else 5 * (copies + 1)), "rows are read in narrow pieces"
+    if name.startswith("project"):
+        assert sass.count("HGMMA.64x32x16.F32.BF16") == 3 * 8, "three products of 128 channels"
+    if name.startswith("finish"):
+        assert len(re.findall(r"LDG\.E\.128", sass)) == (40 if name == "finish few" else 4)
+
+
+@not_interpreted
+def test_both_forms_sum_in_the_same_layout() -> None:
+    """The order of a sum inside a tile follows its layout: it must not depend on the row count."""
+
+    def layouts(name: str) -> list[str]:
+        ir = compiled(name)[2]
+        named = dict(re.findall(r"^(#\w+) = (#ttg\.blocked<.*>)$", ir, re.M))
+        reduced = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<([^>]*?), (#\w+)(?:>|, )', ir, re.S)
+        assert reduced, f"{name} has no sum"
+        return [f"{shape} {named.get(layout, layout)}" for shape, layout in reduced]
+
+    assert layouts("project few") == layouts("project many")
+    assert layouts("finish few") == layouts("finish many")
+
+
+# -- on a GPU -------------------------------------------------------------------------------------------
+
+ROWS = (0, 1, 2, 3, 5, 8, 17, 64, 127, 128, 129, 256, 257, 1000, 4096)
+
+
+@pytest.mark.parametrize("rows", [pytest.param(t, marks=gpu) for t in ROWS])
+def test_coefficients(rows: int) -> None:
+    check_coefficients(Inputs(rows, seed=rows))
+
+
+@pytest.mark.parametrize("sweeps", [pytest.param(n, marks=gpu) for n in (1, 2, 3, 20)])
+def test_sweeps(sweeps: int) -> None:
+    """After 20 sweeps the matrix hardly moves: a sweep too few or too many shows in the first ones."""
+    inputs = Inputs(9)
+    inputs.sweeps = sweeps
+    check_coefficients(inputs)
+
+
+@pytest.mark.parametrize("few", [pytest.param(f, marks=gpu) for f in (True, False)])
+def test_weights_are_exact(few: bool) -> None:
+    check_weights_are_exact(DIM, few)
+
+
+@pytest.mark.parametrize("rows", [pytest.param(t, marks=gpu) for t in ROWS])
+def test_rows(rows: int) -> None:
+    check_rows(Inputs(rows, seed=rows))
+
+
+@pytest.mark.parametrize(
+    ("copies", "dim"),
+    [pytest.param(*shape, marks=gpu) for shape in ((1, 8), (3, 136), (5, 1288), (8, 2056))],
+)
+@pytest.mark.parametrize("rows", [1, 70, 300])
+def test_other_shapes(rows: int, copies: int, dim: int) -> None:
+    """Rows apart from each other, with NaN between them; channels that fill no tile."""
+    inputs = Inputs(rows, copies, dim).spread()
+    check_coefficients(inputs)
+    check_rows(inputs)
+
+
+@pytest.mark.parametrize("dim", [pytest.param(d, marks=gpu) for d in (64, DIM)])
+def test_hostile_rows(dim: int) -> None:
+    check_hostile_rows(COPIES, dim)
+
+
+def check_hostile_rows(copies: int, dim: int) -> None:
+    """Zero rows, equal copies, huge and tiny rows, and rows with NaN or infinity: those stay in their row,
+    and no coefficient of theirs is finite, which is how a faulty layer is found."""
+    inputs = Inputs(12, copies, dim)
+    streams, inputs.sweeps = inputs.streams, 2 if INTERPRETED else SWEEPS
+    streams[0] = 0
+    streams[1] = streams[1, :1]
+    streams[2] *= 2.0**40
+    streams[3] *= 2.0**-30
+    streams[5, 0, 3] = torch.nan
+    streams[7, copies - 1, dim - 1] = torch.inf
+    streams[9, 0, 0] = -torch.inf
+    inputs.y[2] *= 2.0**40
+    inputs.y[3] *= 2.0**-30
+    inputs.y[10, 1] = torch.nan
+    found, updated = inputs.coefficients("triton"), inputs.update("triton")
+    finite = torch.ones(len(streams), dtype=torch.bool, device=DEVICE)
+    finite[[5, 7, 9]] = False
+    for value in found:
+        assert torch.equal(value.flatten(1).isfinite().all(1), finite)
+        assert torch.equal(value.flatten(1).isnan().all(1), ~finite)
+    finite[10] = False
+    for value in updated:
+        assert torch.equal(value.flatten(1).isfinite().all(1), finite)
+    assert torch.equal(updated[1].isnan().all(1), ~finite), "the norm spreads a NaN over its row"
+    check_coefficients(inputs)
+    kept = inputs.some(slice(0, 5))
+    check_rows(kept)
+    for ours, theirs in zip(updated, kept.update("triton"), strict=True):
+        assert torch.equal(ours[:5], theirs)
+
+
+@pytest.mark.parametrize("rows", [pytest.param(t, marks=gpu) for t in (128, 256, 300, 1000)])
+def test_a_row_does_not_depend_on_its_batch(rows: int) -> None:
+    """Bit for bit, on both sides of the row count where the partial sums are made otherwise."""
+    inputs = Inputs(rows)
+    together = inputs.all("triton")
+    for row in sorted({0, 1, 17, 63, 64, 127, rows // 2, rows - 1}):
+        alone = inputs.some(slice(row, row + 1)).all("triton")
+        for index, (one, many) in enumerate(zip(alone, together, strict=True)):
+            assert torch.equal(one[0], many[row]), f"result {index} of row {row}"
+
+
+@pytest.mark.parametrize("rows", [pytest.param(t, marks=gpu) for t in (1, 64, 300)])
+def test_captured(rows: int) -> None:
+    """A graph recorded on one input is replayed on another; twice, to the same bits."""
+    static, fresh = Inputs(rows, seed=1), Inputs(rows, seed=2)
+    static.all("triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = static.all("triton")
+    for name, value in vars(fresh).items():
+        if isinstance(value, Tensor):
+            getattr(static, name).copy_(value)
+    expected = fresh.all("triton")
+    for _ in range(2):
+        for result in found:
+            result.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("rows", [pytest.param(t, marks=gpu) for t in (1, 64, 300)])
+def test_scratch_is_never_read_before_it_is_written(rows: int) -> None:
+    """The memory that the kernels allocate holds NaN from an earlier tensor."""
+    inputs = Inputs(rows)
+    expected = inputs.all("triton")
+    for _ in range(3):
+        blocks = [
+            torch.full((size,), torch.nan, device=DEVICE) for size in (1 << 10, 1 << 16, 1 << 20, 1 << 23)
+        ]
+        torch.cuda.synchronize()
+        del blocks
+        assert all(torch.equal(a, b) for a, b in zip(inputs.all("triton"), expected, strict=True))
+
+
+@pytest.mark.parametrize("rows", [pytest.param(120_000, marks=gpu)])
+def test_addresses_past_31_bits(rows: int) -> None:
+    """The last rows of streams of more than 2^31 values."""
+    streams = torch.zeros((rows, COPIES, DIM), dtype=torch.bfloat16, device=DEVICE)
+    assert streams.numel() > 2**31
+    last = slice(rows - 3, rows)
+    inputs = Inputs(3)
+    streams[last] = inputs.streams
+    pre = torch.zeros((rows, COPIES), device=DEVICE)
+    pre[last] = inputs.pre
+    x = hyper_collapse(streams, pre, inputs.norm, EPS, "triton")
+    assert torch.equal(x[last], inputs.collapse("triton"))
+    assert not x[:-3].any()
+    del x
+    found = hyper_coefficients(
+        streams, inputs.fn, inputs.base, inputs.scale, SWEEPS, HYPER_EPS, EPS, "triton"
+    )
+    for value, alone in zip(found, inputs.coefficients("triton"), strict=True):
+        assert torch.equal(value[last], alone)
+    post, comb = pre, torch.zeros((rows, COPIES, COPIES), device=DEVICE)
+    post[last], comb[last] = inputs.post, inputs.comb
+    y = torch.zeros((rows, DIM), dtype=torch.bfloat16, device=DEVICE)
+    y[last] = inputs.y
+    out = hyper_expand(y, streams, post, comb, "triton")
+    assert torch.equal(out[last], inputs.expand("triton"))
+    assert not out[:-3].any()
