@@ -30,9 +30,10 @@ from dsv41.hardware import detect
 from dsv41.model.checkpoint import CheckpointError
 from dsv41.model.costs import weights_by_part
 from dsv41.runner import check, report
-from dsv41.runner.bench import Bench, ParityError, Workload, find_scenario, load_scenario
+from dsv41.runner.bench import Bench, Workload, find_scenario, load_scenario
 from dsv41.runner.engine import LLM
 from dsv41.runner.load import Blueprint, Model, blueprint, load, trace_blueprint
+from dsv41.runner.parity import ParityError
 from dsv41.runner.request import SamplingParams
 from dsv41.runner.throughput import jobs_of, random_jobs, read_workload, throughput
 from dsv41.runner.worker import Run

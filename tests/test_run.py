@@ -390,7 +390,7 @@ def test_bench_refuses_numbers_without_parity(fail, monkeypatch):
 
         return run
 
-    monkeypatch.setattr("dsv41.runner.bench.reference_run", wrong)
+    monkeypatch.setattr("dsv41.runner.parity.reference_run", wrong)
     argv = ["bench", "--mode", "eager", "--batch", "1", "--prompt-len", "4", "--depth", "4", "--gen-len", "1"]
     assert "no numbers" in fail(1, *argv, limit=30)
 

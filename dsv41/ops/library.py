@@ -35,16 +35,16 @@ def implementation(family: str, impl: str) -> ModuleType:
         ) from None
 
 
-def pack_weights(family: str, impl: str, *weights: Tensor) -> None:
-    """Put weights that lie as the release stores them into the byte order that an implementation reads.
+def pack_weights(family: str, impl: str, *weights: Tensor, back: bool = False) -> None:
+    """Put weights that lie as the release stores them into the byte order that an implementation reads, or
+    `back`.
 
-    In place: shapes, dtypes and sizes stay. Once, after loading, and before the implementation runs. An
-    implementation without a function `pack` reads the release's own order. Raises ValueError for a shape that
-    it cannot run.
+    In place: shapes, dtypes and sizes stay. An implementation without functions `pack` and `unpack` reads the
+    release's own order; `pack` alone checks. Raises ValueError for a shape that it cannot run.
     """
-    pack = getattr(implementation(family, impl), "pack", None)
-    if pack is not None:
-        pack(*weights)
+    reorder = getattr(implementation(family, impl), "unpack" if back else "pack", None)
+    if reorder is not None:
+        reorder(*weights)
 
 
 def declare(

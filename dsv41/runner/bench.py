@@ -10,7 +10,7 @@ import platform
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import quantiles
 from typing import Any, NamedTuple
@@ -19,15 +19,13 @@ import torch
 from torch import Tensor
 
 import dsv41
-from dsv41.backends import FAMILIES
 from dsv41.config import EngineConfig
 from dsv41.graphs.module import CompiledModule
 from dsv41.model.costs import Span, StepCost, Weights, step_cost, weights_by_part
-from dsv41.model.decoder import Decoder
 from dsv41.runner.engine import LLM
 from dsv41.runner.load import Model
+from dsv41.runner.parity import Parity, ParityError, compare, random_tokens
 from dsv41.runner.request import Request, SamplingParams
-from dsv41.runner.stepper import Stepper
 from dsv41.runner.worker import Run
 
 Say = Callable[[str], None]
@@ -35,13 +33,6 @@ Say = Callable[[str], None]
 MODES = ("eager", "compile")
 STEP_TOKENS = 4096  # most rows of one step
 LEAST = 8  # tokens of capacity that the parity steps need
-# Worst row of rms(difference) / std(reference). Without quantisers only the order of sums differs. With them
-# one ulp can move a code, and codes move rows: valid builds of the release differ by up to 0.21.
-PARITY_LIMIT = {True: 0.28, False: 2e-5}
-
-
-class ParityError(RuntimeError):
-    """The measured callable does not compute what the reference computes."""
 
 
 @dataclass(frozen=True)
@@ -179,66 +170,7 @@ def _median_seconds(work: Callable[[], Tensor], device: str, repeat: int = 5) ->
     return sorted(samples[1:])[repeat // 2]
 
 
-# -- parity ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Parity:
-    """The worst row of the comparison that comes before the numbers."""
-
-    rows: int
-    worst_row: float
-    limit: float
-
-    @property
-    def passed(self) -> bool:
-        return self.worst_row <= self.limit
-
-
-def row_error(logits: Tensor, reference: Tensor) -> Tensor:
-    """Per row: rms(difference) / std(reference). [n, V] -> [n]; not finite anywhere gives NaN."""
-    return (logits.double() - reference.double()).square().mean(-1).sqrt() / reference.double().std(-1)
-
-
-def reference_run(model: Model) -> Run:
-    """The eager decoder on the reference implementations, over the model's own weights and record formats."""
-    backends = replace(model.backends, **dict.fromkeys(FAMILIES, "reference"))
-    if backends == model.backends:
-        return model.decoder
-    with torch.device("meta"):
-        twin = Decoder(
-            model.config, model.plan, model.layout, backends, features=model.decoder.return_features
-        )
-    twin.load_state_dict(model.decoder.state_dict(), assign=True)
-    for name in ("plain_frequencies", "yarn_frequencies"):
-        setattr(twin, name, getattr(model.decoder, name))
-    return twin.eval()
-
-
-def compare(model: Model, engine: EngineConfig, measured: Run, reference: Run) -> Parity:
-    """The same steps on both sides: a prefill, a mixed step, two decodes, and one decode alone."""
-    long = min(model.config.window_tokens + 3, engine.max_context_tokens - 4, engine.max_batch_tokens)
-    prompts = [random_tokens(long + 3, model, 1), random_tokens(4, model, 2)]
-    schedule = [((0, long),), ((0, 1), (1, 3)), ((0, 1), (1, 1)), ((0, 1),)]
-    errors = []
-    sides = [Stepper(model, engine, run) for run in (measured, reference)]
-    requests = [[side.add(tokens) for tokens in prompts] for side in sides]
-    for step in schedule:
-        logits = [
-            torch.cat(side.logits([(own[number], count) for number, count in step]))
-            for side, own in zip(sides, requests, strict=True)
-        ]
-        errors.append(row_error(*logits))
-    worst = torch.cat(errors)
-    return Parity(len(worst), float(worst.max()), PARITY_LIMIT[model.config.numerics.quantised])
-
-
 # -- measuring ---------------------------------------------------------------------------------------------
-
-
-def random_tokens(count: int, model: Model, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, model.config.vocab_size, (count,), generator=generator).tolist()
 
 
 @dataclass(frozen=True)
@@ -321,7 +253,7 @@ class Bench:
             if mode == "compile":
                 run = compiled = CompiledModule(self.model.decoder)
                 self.say("compiling the decoder, once for many rows and once for a single row")
-            parity = compare(self.model, self.engine, run, reference_run(self.model))
+            parity = compare(self.model, self.engine, run)
             if compiled is not None:
                 self.say(f"compiled {compiled.num_compiles} graphs in {compiled.compile_seconds:.1f} s")
             if not parity.passed:

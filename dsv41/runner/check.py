@@ -16,8 +16,8 @@ from torch import Tensor
 import dsv41
 from dsv41.backends import FAMILIES
 from dsv41.config import EngineConfig
-from dsv41.runner.bench import random_tokens, row_error
 from dsv41.runner.load import Model, blueprint, load
+from dsv41.runner.parity import random_tokens, row_error
 from dsv41.runner.stepper import HandRequest, Stepper
 
 EXCERPT = Path(dsv41.__file__ or "").parent / "data" / "parity"

@@ -1,0 +1,93 @@
+"""Whether a measured callable computes what the reference computes: the same steps on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dsv41.backends import FAMILIES
+from dsv41.config import EngineConfig
+from dsv41.model.decoder import Decoder
+from dsv41.runner.load import Model
+from dsv41.runner.stepper import Stepper
+from dsv41.runner.worker import Run
+
+# Worst row of rms(difference) / std(reference). Without quantisers only the order of sums differs. With them
+# one ulp can move a code, and codes move rows: valid builds of the release differ by up to 0.21.
+PARITY_LIMIT = {True: 0.28, False: 2e-5}
+
+
+class ParityError(RuntimeError):
+    """The measured callable does not compute what the reference computes."""
+
+
+def random_tokens(count: int, model: Model, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, model.config.vocab_size, (count,), generator=generator).tolist()
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The worst row of the comparison that comes before the numbers."""
+
+    rows: int
+    worst_row: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.worst_row <= self.limit
+
+
+def row_error(logits: Tensor, reference: Tensor) -> Tensor:
+    """Per row: rms(difference) / std(reference). [n, V] -> [n]; not finite anywhere gives NaN."""
+    return (logits.double() - reference.double()).square().mean(-1).sqrt() / reference.double().std(-1)
+
+
+def reference_run(model: Model) -> Run:
+    """The eager decoder on the reference implementations, over the model's own weights and record formats."""
+    backends = replace(model.backends, **dict.fromkeys(FAMILIES, "reference"))
+    if backends == model.backends:
+        return model.decoder
+    with torch.device("meta"):
+        twin = Decoder(
+            model.config, model.plan, model.layout, backends, features=model.decoder.return_features
+        )
+    twin.load_state_dict(model.decoder.state_dict(), assign=True)
+    for name in ("plain_frequencies", "yarn_frequencies"):
+        setattr(twin, name, getattr(model.decoder, name))
+    return twin.eval()
+
+
+def compare(model: Model, engine: EngineConfig, measured: Run) -> Parity:
+    """Run `measured`, then the reference, over the same steps.
+
+    The reference reads the model's own weights: where an implementation keeps them in an order of its own,
+    they are put back into the release's for that time, in place.
+    """
+    logits = _steps(model, engine, measured)
+    model.decoder.unpack_weights()
+    try:
+        reference = _steps(model, engine, reference_run(model))
+    finally:
+        model.decoder.pack_weights()
+    worst = row_error(logits, reference)
+    return Parity(len(worst), float(worst.max()), PARITY_LIMIT[model.config.numerics.quantised])
+
+
+def _steps(model: Model, engine: EngineConfig, run: Run) -> Tensor:
+    """Logits of a prefill, a mixed step, two decodes, and one decode alone. [n, V]"""
+    long = min(model.config.window_tokens + 3, engine.max_context_tokens - 4, engine.max_batch_tokens)
+    stepper = Stepper(model, engine, run)
+    requests = [stepper.add(random_tokens(*prompt)) for prompt in ((long + 3, model, 1), (4, model, 2))]
+    schedule: Sequence[Sequence[tuple[int, int]]] = (
+        ((0, long),),
+        ((0, 1), (1, 3)),
+        ((0, 1), (1, 1)),
+        ((0, 1),),
+    )
+    logits = [stepper.logits([(requests[number], count) for number, count in step]) for step in schedule]
+    return torch.cat([rows for step in logits for rows in step])

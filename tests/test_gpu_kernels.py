@@ -1,0 +1,126 @@
+"""The engine on the Hopper kernels (`--backends sm90`): one SM90 GPU, the `kernel` preset and the golden
+checkpoint of its shape.
+
+With quantisers two implementations that are not equal to the bit drift apart to a noise floor of 5 to 20 % of
+the logits' deviation (shared/golden/README.md, section 5), so the runs against the release are held to that
+page's limits; what must be exact is compared among the kernels' own runs, under `deterministic`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import golden
+import pytest
+import torch
+
+from dsv41.backends import PRESETS
+from dsv41.config import EngineConfig
+from dsv41.run import main
+from dsv41.runner.engine import LLM
+from dsv41.runner.load import Model, blueprint, load
+from dsv41.runner.request import SamplingParams
+
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs one SM90 GPU")]
+
+RECORDS = ",".join(
+    f"{name}={getattr(PRESETS['sm90'], name)}" for name in ("window_record", "state_record", "index_record")
+)
+PROMPT_LIMIT, DECODE_LIMIT = 0.25, 0.30  # kernel_dims in bf16: shared/golden/README.md, section 5
+DECISIVE = 1.5  # the golden margin from which on the argmax must agree
+
+
+# -- the release's own outputs ----------------------------------------------------------------------------
+
+
+@cache
+def kernel_dims(backends: str) -> dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]]:
+    return golden.together("kernel_dims", "bf16", backends, "cuda")
+
+
+@pytest.mark.parametrize("key", golden.prompts("kernel_dims", images=True), ids=str)
+def test_kernel_dims_end_to_end(key: tuple[str, int]) -> None:
+    prefill, decode = (part.cpu() for part in kernel_dims("sm90")[key])
+    true_prefill, true_decode = golden.truth("kernel_dims", "bf16", *key)
+    assert golden.prompt_error(prefill, true_prefill) <= PROMPT_LIMIT
+    assert golden.prompt_error(decode, true_decode) <= DECODE_LIMIT
+    file = golden.tensors("kernel_dims/golden/logits_bf16")
+    tokens, margin = file[f"{key[0]}.tokens"][key[1]], file[f"{key[0]}.margin"][key[1]]
+    ours = torch.cat((prefill[-1:], decode)).argmax(-1)
+    decisive = margin >= DECISIVE
+    assert torch.equal(ours[decisive], tokens[decisive])
+
+
+def test_kernel_dims_against_the_reference_on_the_same_records() -> None:
+    """Pooled over all prompts the kernels are no further from the reference ops than two valid builds are."""
+    ours, reference = kernel_dims("sm90"), kernel_dims(f"cpu,{RECORDS}")
+    for part, limit in ((0, PROMPT_LIMIT), (1, DECODE_LIMIT)):
+        mine, other = (torch.cat([run[key][part] for key in run]) for run in (ours, reference))
+        assert golden.prompt_error(mine, other) <= limit
+
+
+# -- the engine -------------------------------------------------------------------------------------------
+
+LENGTHS = (300, 150, 128, 40, 7, 1)  # on both sides of the window (128) and of two top-k (64) states
+PARAMS = [
+    SamplingParams(max_tokens=12, ignore_eos=True),
+    SamplingParams(max_tokens=9, temperature=1.0, seed=3, ignore_eos=True),
+]
+
+
+@cache
+def kernel_model() -> Model:
+    return load(blueprint(preset_name="kernel", device="cuda", backends="sm90"))
+
+
+@cache
+def prompts() -> list[list[int]]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 500, (length,), generator=draw).tolist() for length in LENGTHS]
+
+
+def generate(numbers: list[int], **choices: object) -> list[tuple[int, ...]]:
+    engine = EngineConfig(
+        **{"max_requests": 8, "max_context_tokens": 512, "deterministic": True, "max_batch_tokens": 256}
+        | choices
+    )
+    with LLM(kernel_model(), engine) as llm:
+        chosen = [prompts()[number] for number in numbers]
+        answers = llm.generate(chosen, [PARAMS[number % 2] for number in numbers])
+        llm.scheduler.check_integrity()
+    return [answer.tokens for answer in answers]
+
+
+@cache
+def alone() -> list[tuple[int, ...]]:
+    return [generate([number])[0] for number in range(len(LENGTHS))]
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {},
+        {"asynchronous": True},
+        {"asynchronous": True, "max_batch_tokens": 37},
+        {"asynchronous": True, "global_pages": 14},
+        {"prefix_mode": "exact"},
+    ],
+    ids=str,
+)
+def test_a_request_in_company_equals_the_request_alone(choices: dict[str, object]) -> None:
+    """Chunks, batches, preemption and asynchronous steps do not change a token under `deterministic`."""
+    assert generate(list(range(len(LENGTHS))), **choices) == alone()
+
+
+def test_the_fast_path_generates() -> None:
+    """Without `deterministic` a row may move within its format's rounding; every request still ends sound."""
+    answers = generate(list(range(len(LENGTHS))), deterministic=False, asynchronous=True)
+    assert [len(tokens) for tokens in answers] == [PARAMS[n % 2].max_tokens for n in range(len(LENGTHS))]
+
+
+def test_bench_and_its_parity_gate() -> None:
+    """`bench` refuses to print numbers when its parity steps fail."""
+    model = "--preset kernel --device cuda --backends sm90 --mode eager --quiet"
+    work = "--batch 2 --prompt-len 200 --gen-len 4 --repeat 1 --warmup 1"
+    assert main(["bench", *model.split(), *work.split()]) == 0
