@@ -29,6 +29,7 @@ class EngineConfig:
     decoder_replay: bool = False  # behind the last KV source, compute only the last window of every prompt
     asynchronous: bool = False  # launch a step before the tokens of the one before are read
     deterministic: bool = False  # a row's bits do not depend on its company, at a price in speed
+    graph_rows: int = 0  # steps of up to this many rows run as captured CUDA graphs; 0: none
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -41,7 +42,7 @@ class EngineConfig:
             ValueError: the first number that cannot work.
         """
         capacities = ("page_tokens", "max_batch_tokens", "max_requests", "max_context_tokens")
-        for name in (*capacities, "global_pages", "window_pages", "seed"):
+        for name in (*capacities, "global_pages", "window_pages", "graph_rows", "seed"):
             value, least = getattr(self, name), 1 if name in capacities else 0
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} is {value!r}, but must be an integer of at least {least}")

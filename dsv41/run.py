@@ -25,6 +25,7 @@ import torch
 
 from dsv41.arguments import parser
 from dsv41.config import EngineConfig, ModelConfig
+from dsv41.graphs.capture import Run
 from dsv41.graphs.module import CompiledModule
 from dsv41.hardware import detect
 from dsv41.model.checkpoint import CheckpointError
@@ -36,7 +37,6 @@ from dsv41.runner.load import Blueprint, Model, blueprint, load, trace_blueprint
 from dsv41.runner.parity import ParityError
 from dsv41.runner.request import SamplingParams
 from dsv41.runner.throughput import jobs_of, random_jobs, read_workload, throughput
-from dsv41.runner.worker import Run
 
 SLOW_SECONDS = 2.0  # between two progress lines
 CONTEXTS = (4096, 131072, 1048576)

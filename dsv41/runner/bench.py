@@ -20,13 +20,13 @@ from torch import Tensor
 
 import dsv41
 from dsv41.config import EngineConfig
+from dsv41.graphs.capture import Run
 from dsv41.graphs.module import CompiledModule
 from dsv41.model.costs import Span, StepCost, Weights, step_cost, weights_by_part
 from dsv41.runner.engine import LLM
 from dsv41.runner.load import Model
 from dsv41.runner.parity import Parity, ParityError, compare, random_tokens
 from dsv41.runner.request import Request, SamplingParams
-from dsv41.runner.worker import Run
 
 Say = Callable[[str], None]
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dsv41.backends import FAMILIES
 from dsv41.config import EngineConfig
+from dsv41.graphs.capture import Run
 from dsv41.model.decoder import Decoder
 from dsv41.runner.load import Model
 from dsv41.runner.stepper import Stepper
-from dsv41.runner.worker import Run
 
 # Worst row of rms(difference) / std(reference). Without quantisers only the order of sums differs. With them
 # one ulp can move a code, and codes move rows: valid builds of the release differ by up to 0.21.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv41.config import EngineConfig
+from dsv41.graphs.capture import Run
 from dsv41.model.caches import KVCaches, allocate_caches
 from dsv41.model.inputs import StepOutput
 from dsv41.runner.block_table import RequestPages
@@ -21,7 +22,7 @@ from dsv41.runner.pages import PagePool
 from dsv41.runner.prefix import PrefixCache
 from dsv41.runner.request import SamplingParams
 from dsv41.runner.schedule import NewRequest, RunningRequest, SchedulerOutput
-from dsv41.runner.worker import Prepared, Run, Worker
+from dsv41.runner.worker import Prepared, Worker
 
 
 @dataclass(eq=False)
@@ -85,7 +86,7 @@ class Stepper:
     def step(self, scheduled: Sequence[tuple[HandRequest, int]], num_rows: int | None = None) -> StepOutput:
         """Compute a step; the rows of `hidden` come in the order of `scheduled` if that is by count."""
         prepared = self.prepare(scheduled, num_rows)
-        output = self.worker.run(prepared.step, self.caches)
+        output = self.worker.compute(prepared)
         self.worker.advance(prepared)
         for request, count in scheduled:
             request.num_computed += count

@@ -9,7 +9,7 @@ The next step reads device state: step n + 1 may be executed before the results 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv41.config import EngineConfig
+from dsv41.graphs.buckets import Bucket
+from dsv41.graphs.capture import Graphs, Recorder, Run, narrow
 from dsv41.model.caches import KVCaches
 from dsv41.model.inputs import StepInputs, StepOutput, Tail
 from dsv41.model.layout import OPEN_ROWS
@@ -30,16 +32,16 @@ from dsv41.runner.sampler import LogProbs, Sampler, prompt_logprobs
 from dsv41.runner.schedule import NewRequest, RunningRequest, SchedulerOutput
 from dsv41.runner.state import IMAGE_BIT, Changes, RequestState, Staging
 
-Run = Callable[[StepInputs, KVCaches], StepOutput]
-
 
 @dataclass(frozen=True)
 class Prepared:
-    """A step ready to run: its batch, its inputs, and what was staged with it."""
+    """A step ready to run: its batch, its inputs, what was staged with it, and the captured graph that it is
+    padded for, if there is one."""
 
     batch: Batch
     step: StepInputs
     staged: dict[str, Tensor]
+    bucket: Bucket | None = None
 
 
 class Worker:
@@ -60,6 +62,7 @@ class Worker:
         self.embeddings: dict[int, Tensor] = {}
         self.images: dict[int, NDArray] = {}  # the image bit of every prompt token, for requests with images
         self.masks: dict[int, Tensor] = {}  # of the next step, by request: set by the engine
+        self.graphs: Graphs | None = None
         self.num_steps = 0
         self._free = list(range(engine.max_requests - 1, -1, -1))
         self._executed: tuple[Prepared, StepOutput] | None = None
@@ -92,7 +95,30 @@ class Worker:
         )
         staged = self._stage(batch, changes)
         self._recount(output)
-        return Prepared(batch, self._inputs(batch, staged, num_rows or batch.num_rows), staged)
+        bucket = self._bucket(batch) if num_rows is None else None
+        if bucket is None:
+            return Prepared(batch, self._inputs(batch, staged, num_rows or batch.num_rows), staged)
+        return Prepared(batch, narrow(self._inputs(batch, staged, bucket.rows), bucket.pages), staged, bucket)
+
+    def capture(self, buckets: Sequence[Bucket], record: Recorder) -> Graphs:
+        """Record a graph per bucket. From now on `execute` replays one for every step that fits."""
+        self.graphs = Graphs(self.run, self.caches, buckets, self._padding, record)
+        return self.graphs
+
+    def _padding(self, bucket: Bucket) -> StepInputs:
+        """A step of padding rows alone."""
+        config, layout, impl = self.model.config, self.model.layout, self.model.backends.rows
+        nothing = torch.zeros(1, dtype=torch.int32, device=self.state.counts.device)
+        step = compute_rows(self.state, nothing, nothing, bucket.rows, config, layout, impl)
+        return narrow(step, bucket.pages)
+
+    def _bucket(self, batch: Batch) -> Bucket | None:
+        """The graph for a step: none for rows that end early (decoder replay) or bring their embeddings."""
+        embedded = any(slot.request_id in self.embeddings for slot in batch.slots)
+        if self.graphs is None or batch.has_tail or embedded:
+            return None
+        tokens = max(slot.num_computed + count for slot, count in zip(batch.slots, batch.counts, strict=True))
+        return self.graphs.fit(batch.num_rows, -(-int(tokens) // self.engine.page_tokens))
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> None:
@@ -101,7 +127,13 @@ class Worker:
         prepared = self.prepare(output)
         if prepared is not None:
             self.num_steps += 1
-            self._executed = prepared, self.run(prepared.step, self.caches)
+            self._executed = prepared, self.compute(prepared)
+
+    def compute(self, prepared: Prepared) -> StepOutput:
+        if prepared.bucket is None:
+            return self.run(prepared.step, self.caches)
+        assert self.graphs is not None, "only a step with graphs has a bucket"
+        return self.graphs(prepared.bucket, prepared.step)
 
     @torch.inference_mode()
     def sample(self) -> AsyncResult | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import dsv41
 from dsv41.config import EngineConfig
+from dsv41.graphs.capture import Run
 from dsv41.graphs.compile import inner_compiler
 from dsv41.graphs.module import CompiledModule, trace_segments
 from dsv41.model.inputs import StepInputs
@@ -18,7 +19,6 @@ from dsv41.runner.engine import LLM
 from dsv41.runner.load import Model, blueprint, load, trace_blueprint
 from dsv41.runner.request import SamplingParams
 from dsv41.runner.stepper import Stepper
-from dsv41.runner.worker import Run
 
 CAPACITY = EngineConfig(max_requests=4, max_context_tokens=256)
 PROMPTS = [[1, 2, 3, 4, 5] * 9, [7, 8, 9], [3] * 20]
