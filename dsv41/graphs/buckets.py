@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dsv41.config import EngineConfig, ModelConfig
+
 
 @dataclass(frozen=True, order=True)
 class Bucket:
@@ -40,6 +42,15 @@ def page_widths(max_pages: int, page_tokens: int, context_classes: Iterable[int]
 def make_buckets(rows: Iterable[int], pages: Iterable[int]) -> tuple[Bucket, ...]:
     """Every pair, largest first: the graphs share one memory pool, which the largest sizes."""
     return tuple(sorted((Bucket(r, p) for r in set(rows) for p in set(pages)), reverse=True))
+
+
+def engine_buckets(config: ModelConfig, engine: EngineConfig, max_pages: int) -> tuple[Bucket, ...]:
+    """Rows up to `graph_rows`; contexts up to where selection begins at ratio 1 and 2, where candidates
+    begin, eight times that, and the whole of `max_pages`."""
+    candidates = config.candidate_blocks * config.candidate_block_states
+    contexts = (config.index_topk, 2 * config.index_topk, candidates, 8 * candidates)
+    widths = page_widths(max_pages, engine.page_tokens, contexts)
+    return make_buckets(row_sizes(min(engine.graph_rows, engine.max_batch_tokens)), widths)
 
 
 def fit(buckets: Iterable[Bucket], rows: int, pages: int) -> Bucket | None:

@@ -1,8 +1,8 @@
 """Whole steps as CUDA graphs, one per bucket.
 
-A graph replays fixed kernels on fixed addresses. Per bucket there is one static copy of a step's row tensors:
-a replay copies the step in, launches the graph, and returns views of its results, which hold until the next
-replay. What is no row tensor (caches, weights, page table) must stay where it was at capture.
+A graph replays fixed kernels on fixed addresses. Per bucket there is one static copy of a step: a replay
+copies the step in, launches the graph, and returns its results, which hold until the next replay. The caches
+and weights must stay where they were at capture.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def cuda_recorder(device: str) -> Recorder:
 class Graphs:
     """The captured steps of one callable over one set of caches.
 
-    `padding(bucket)` makes a step of the bucket's size that names nothing: all of its rows are padding. The
-    graphs are recorded here, largest bucket first; `seconds` says how long it took.
+    `padding(rows)` makes a step of rows that name nothing. The graphs are recorded here, largest bucket
+    first; `seconds` says how long it took.
     """
 
     @torch.inference_mode()
@@ -65,13 +65,13 @@ class Graphs:
         run: Run,
         caches: KVCaches,
         buckets: Sequence[Bucket],
-        padding: Callable[[Bucket], StepInputs],
+        padding: Callable[[int], StepInputs],
         record: Recorder,
     ) -> None:
         started = time.perf_counter()
         self.caches, self._captured = caches, dict[Bucket, Captured]()
         for bucket in sorted(buckets, reverse=True):
-            step = padding(bucket)
+            step = narrow(padding(bucket.rows), bucket.pages)
             output, replay = record(lambda step=step: run(step, caches))  # type: ignore[misc]
             self._captured[bucket] = Captured(step, output, replay)
         self.seconds = time.perf_counter() - started
@@ -88,16 +88,17 @@ class Graphs:
     def __call__(self, bucket: Bucket, step: StepInputs) -> StepOutput:
         """Run a step that is padded to `bucket`. The result is overwritten by the bucket's next step."""
         captured = self._captured[bucket]
-        table, static = step.attention.page_table, captured.step.attention.page_table
         assert step.num_rows == bucket.rows, f"a step of {step.num_rows} rows for a graph of {bucket.rows}"
-        assert table.data_ptr() == static.data_ptr(), "the page table moved since the capture"
-        assert table.shape == static.shape, f"{table.shape[1]} pages for a graph of {static.shape[1]}"
-        torch._foreach_copy_(captured.step.row_tensors(), step.row_tensors())
+        table = step.attention.page_table[:, : bucket.pages]
+        torch._foreach_copy_(
+            [*captured.step.row_tensors(), captured.step.attention.page_table], [*step.row_tensors(), table]
+        )
         captured.replay()
         return captured.output
 
 
 def narrow(step: StepInputs, pages: int) -> StepInputs:
-    """The step over the first `pages` pages of every request's table, a view."""
-    table = step.attention.page_table[:, :pages]
+    """The step over the first `pages` pages of every request, in a table of their own (a compiled graph takes
+    another row pitch for another kind of table)."""
+    table = step.attention.page_table[:, :pages].contiguous()
     return replace(step, attention=replace(step.attention, page_table=table))

@@ -58,8 +58,7 @@ def _with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
     return MethodType(own, owner)
 
 
-def mark_rows(tensors: list[torch.Tensor]) -> None:
-    """Mark the first dimension of a step's row tensors as the one that changes. Size 1 is its own compile."""
-    for tensor in tensors:
-        if tensor.shape[0] > 1:
-            torch._dynamo.mark_dynamic(tensor, 0)
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Mark a dimension as one that changes. Size 1 is its own compile."""
+    if tensor.shape[dim] > 1:
+        torch._dynamo.mark_dynamic(tensor, dim)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from dsv41.backends import Backends
-from dsv41.graphs.compile import compile_whole, inner_compiler, mark_rows
+from dsv41.graphs.compile import compile_whole, inner_compiler, mark_dynamic
 from dsv41.graphs.segments import Segment, compile_segments, cut
 from dsv41.model.caches import KVCaches
 from dsv41.model.decoder import Decoder
@@ -50,8 +50,15 @@ class CompiledModule:
 
     @torch.inference_mode()
     def __call__(self, step: StepInputs, caches: KVCaches) -> StepOutput:
-        mark_rows(step.row_tensors())
+        mark_sizes(step)
         return self._forward(step, caches)
+
+
+def mark_sizes(step: StepInputs) -> None:
+    """The sizes that change from step to step: rows, and pages of the longest context."""
+    for tensor in step.row_tensors():
+        mark_dynamic(tensor, 0)
+    mark_dynamic(step.attention.page_table, 1)
 
 
 def trace_segments(decoder: Decoder, step: StepInputs, caches: KVCaches) -> tuple[Segment, ...]:
@@ -63,6 +70,6 @@ def trace_segments(decoder: Decoder, step: StepInputs, caches: KVCaches) -> tupl
         return graph.forward
 
     with torch.inference_mode():
-        mark_rows(step.row_tensors())
+        mark_sizes(step)
         compile_whole(decoder.forward, keep)(step, caches)
     return found[0]

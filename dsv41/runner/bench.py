@@ -10,7 +10,7 @@ import platform
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import quantiles
 from typing import Any, NamedTuple
@@ -30,7 +30,8 @@ from dsv41.runner.request import Request, SamplingParams
 
 Say = Callable[[str], None]
 
-MODES = ("eager", "compile")
+MODES = ("eager", "compile", "graph")
+CPU_MODES = ("eager", "compile")  # without CUDA graphs
 STEP_TOKENS = 4096  # most rows of one step
 LEAST = 8  # tokens of capacity that the parity steps need
 
@@ -43,7 +44,7 @@ class Workload:
     prompt_len: tuple[int, ...] = (32,)
     depth: tuple[int, ...] = (32,)  # tokens in the cache before the first measured step
     gen_len: tuple[int, ...] = (4,)
-    mode: tuple[str, ...] = MODES
+    mode: tuple[str, ...] = CPU_MODES
     repeat: int = 2
     warmup: int = 0  # the parity steps have compiled and touched everything once already
     scenario: str | None = None
@@ -249,11 +250,13 @@ class Bench:
         """Raises ParityError, before any number, when a mode does not agree with the reference."""
         for mode in self.workload.mode:
             run: Run = self.model.decoder
-            compiled = None
-            if mode == "compile":
+            compiled, engine = None, self.engine
+            if mode != "eager":
                 run = compiled = CompiledModule(self.model.decoder)
                 self.say("compiling the decoder, once for many rows and once for a single row")
-            parity = compare(self.model, self.engine, run)
+            if mode == "graph":
+                engine = replace(engine, graph_rows=max(self.workload.batch))
+            parity = compare(self.model, engine, run)
             if compiled is not None:
                 self.say(f"compiled {compiled.num_compiles} graphs in {compiled.compile_seconds:.1f} s")
             if not parity.passed:
@@ -261,7 +264,10 @@ class Bench:
                     f"bench: {mode} differs from the reference by {parity.worst_row:.2g} in its worst of "
                     f"{parity.rows} rows, more than {parity.limit:g}: no numbers"
                 )
-            llm = LLM(self.model, self.engine, run)
+            llm = LLM(self.model, engine, run)
+            if llm.worker.graphs is not None:
+                graphs = llm.worker.graphs
+                self.say(f"captured {len(graphs.buckets)} steps in {graphs.seconds:.1f} s")
             num_compiles = compiled.num_compiles if compiled is not None else 0
             for case in self.workload.cases():
                 self.say(f"measuring {mode}: {case.kind}, batch {case.batch}, context {case.context}")

@@ -18,8 +18,7 @@ from types import TracebackType
 from torch import Tensor
 
 from dsv41.config import EngineConfig
-from dsv41.graphs.buckets import Bucket, make_buckets, page_widths, row_sizes
-from dsv41.graphs.capture import Run, cuda_recorder
+from dsv41.graphs.capture import Run
 from dsv41.model.caches import allocate_caches
 from dsv41.runner.async_output import AsyncResult
 from dsv41.runner.load import Model, load_by_name
@@ -72,8 +71,6 @@ class LLM:
         self.engine = engine = engine if engine is not None else EngineConfig()
         self.model = model = load_by_name(model, engine) if isinstance(model, str) else model
         engine.validate(model.config)
-        if engine.graph_rows and not model.device.startswith("cuda"):
-            raise ValueError(f"graph_rows needs a CUDA device, not {model.device}")
         if model.layout.page_tokens != engine.page_tokens:
             raise ValueError(
                 f"the model has pages of {model.layout.page_tokens} tokens, the engine {engine.page_tokens}"
@@ -88,20 +85,9 @@ class LLM:
             model.device,
         )
         self.worker = Worker(model, engine, self.caches, self.scheduler.max_pages, run)
-        if engine.graph_rows:
-            self.worker.capture(self._buckets(), cuda_recorder(model.device))
         self._ids = itertools.count()
         self._in_flight: deque[AsyncResult] = deque()
         self._ready: list[Event] = []  # taken in outside `step`, for its next call
-
-    def _buckets(self) -> tuple[Bucket, ...]:
-        """Rows up to `graph_rows`; contexts up to where selection begins at ratio 1 and 2, candidates begin,
-        and the whole."""
-        config, most = self.model.config, min(self.engine.graph_rows, self.engine.max_batch_tokens)
-        candidates = config.candidate_blocks * config.candidate_block_states
-        contexts = (config.index_topk, 2 * config.index_topk, candidates, 8 * candidates)
-        widths = page_widths(self.scheduler.max_pages, self.engine.page_tokens, contexts)
-        return make_buckets(row_sizes(most), widths)
 
     # -- requests ------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv41.config import EngineConfig
-from dsv41.graphs.buckets import Bucket
-from dsv41.graphs.capture import Graphs, Recorder, Run, narrow
+from dsv41.graphs.buckets import Bucket, engine_buckets
+from dsv41.graphs.capture import Graphs, Recorder, Run, cuda_recorder
 from dsv41.model.caches import KVCaches
 from dsv41.model.inputs import StepInputs, StepOutput, Tail
 from dsv41.model.layout import OPEN_ROWS
@@ -66,6 +66,10 @@ class Worker:
         self.num_steps = 0
         self._free = list(range(engine.max_requests - 1, -1, -1))
         self._executed: tuple[Prepared, StepOutput] | None = None
+        if engine.graph_rows:
+            if self.state.counts.device.type != "cuda":
+                raise ValueError(f"graph_rows needs a CUDA device, not {device}")
+            self.capture(engine_buckets(model.config, engine, max_pages), cuda_recorder(device))
 
     @torch.inference_mode()
     def prepare(self, output: SchedulerOutput, num_rows: int | None = None) -> Prepared | None:
@@ -98,19 +102,18 @@ class Worker:
         bucket = self._bucket(batch) if num_rows is None else None
         if bucket is None:
             return Prepared(batch, self._inputs(batch, staged, num_rows or batch.num_rows), staged)
-        return Prepared(batch, narrow(self._inputs(batch, staged, bucket.rows), bucket.pages), staged, bucket)
+        return Prepared(batch, self._inputs(batch, staged, bucket.rows), staged, bucket)
 
     def capture(self, buckets: Sequence[Bucket], record: Recorder) -> Graphs:
         """Record a graph per bucket. From now on `execute` replays one for every step that fits."""
         self.graphs = Graphs(self.run, self.caches, buckets, self._padding, record)
         return self.graphs
 
-    def _padding(self, bucket: Bucket) -> StepInputs:
+    def _padding(self, num_rows: int) -> StepInputs:
         """A step of padding rows alone."""
         config, layout, impl = self.model.config, self.model.layout, self.model.backends.rows
         nothing = torch.zeros(1, dtype=torch.int32, device=self.state.counts.device)
-        step = compute_rows(self.state, nothing, nothing, bucket.rows, config, layout, impl)
-        return narrow(step, bucket.pages)
+        return compute_rows(self.state, nothing, nothing, num_rows, config, layout, impl)
 
     def _bucket(self, batch: Batch) -> Bucket | None:
         """The graph for a step: none for rows that end early (decoder replay) or bring their embeddings."""

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv41.config import EngineConfig
-from dsv41.graphs.buckets import Bucket, fit, make_buckets, page_widths, row_sizes
+from dsv41.graphs.buckets import Bucket, engine_buckets, fit, make_buckets, page_widths, row_sizes
 from dsv41.graphs.capture import Recorder
 from dsv41.model.inputs import StepOutput
+from dsv41.presets import preset
 from dsv41.runner.engine import LLM
 from dsv41.runner.load import Model, blueprint, load
 from dsv41.runner.request import SamplingParams
@@ -78,6 +79,14 @@ def test_a_step_gets_the_least_padding_that_holds_it(
     found = fit(make_buckets(rows, pages), num_rows, num_pages)
     held = [(r, p) for r in sorted(rows) for p in sorted(pages) if r >= num_rows and p >= num_pages]
     assert (found and (found.rows, found.pages)) == (held[0] if held else None)
+
+
+def test_buckets_of_the_release() -> None:
+    """Selection begins above 512 states, candidates above 2,048 blocks of 8."""
+    engine = EngineConfig(graph_rows=4, max_context_tokens=1 << 20)
+    found = engine_buckets(preset("full"), engine, (1 << 20) // 64 + 1)
+    assert [bucket.rows for bucket in found] == [4] * 5 + [2] * 5 + [1] * 5
+    assert [64 * bucket.pages for bucket in found[:5]] == [(1 << 20) + 64, 131_072, 16_384, 1_024, 512]
 
 
 # -- replays ----------------------------------------------------------------------------------------------

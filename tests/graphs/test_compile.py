@@ -10,7 +10,7 @@ from torch import Tensor
 
 import dsv41
 from dsv41.config import EngineConfig
-from dsv41.graphs.capture import Run
+from dsv41.graphs.capture import Run, narrow
 from dsv41.graphs.compile import inner_compiler
 from dsv41.graphs.module import CompiledModule, trace_segments
 from dsv41.model.inputs import StepInputs
@@ -170,3 +170,13 @@ def test_modules_of_one_process_do_not_use_up_each_other_s_recompiles(short: Mod
         stepper, step = step_of(short, 3)
         module(step, stepper.caches)
         assert module.num_compiles == 1
+
+
+def test_one_compile_for_all_page_table_widths(short: Model) -> None:
+    """Captured buckets give the model the first pages of the table alone."""
+    module = CompiledModule(short.decoder, "eager")
+    stepper = Stepper(short, CAPACITY)
+    step = stepper.prepare([(stepper.add(PROMPTS[0]), 20)]).step
+    hidden = [module(narrow(step, pages), stepper.caches).hidden for pages in (4, 3, 2)]
+    assert module.num_compiles == 1
+    assert all(torch.equal(one, hidden[0]) for one in hidden)
