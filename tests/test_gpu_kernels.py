@@ -1,5 +1,7 @@
-"""The engine on the Hopper kernels (`--backends sm90`): one SM90 GPU, the `kernel` preset and the golden
-checkpoint of its shape.
+"""The engine on the Hopper kernels: one SM90 GPU, the `kernel` preset and the golden checkpoint of its shape.
+
+`SM90` is the preset, the attention side; `DENSE` adds all kernels of the dense side that the golden
+checkpoint's sizes allow (its experts are too narrow), `ALL` the experts too.
 
 With quantisers two implementations that are not equal to the bit drift apart to a noise floor of 5 to 20 % of
 the logits' deviation (shared/golden/README.md, section 5), so the runs against the release are held to that
@@ -16,14 +18,19 @@ import torch
 
 from dsv41.backends import PRESETS
 from dsv41.config import EngineConfig
+from dsv41.graphs.module import CompiledModule
 from dsv41.run import main
 from dsv41.runner.engine import LLM
 from dsv41.runner.load import Model, blueprint, load
 from dsv41.runner.request import SamplingParams
+from dsv41.runner.stepper import Stepper
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs one SM90 GPU")]
 
+SM90 = "sm90"
+DENSE = "sm90,linear=gluon,hyper=triton,engram=triton"
+ALL = f"{DENSE},moe=gluon"
 RECORDS = ",".join(
     f"{name}={getattr(PRESETS['sm90'], name)}" for name in ("window_record", "state_record", "index_record")
 )
@@ -39,9 +46,10 @@ def kernel_dims(backends: str) -> dict[tuple[str, int], tuple[torch.Tensor, torc
     return golden.together("kernel_dims", "bf16", backends, "cuda")
 
 
+@pytest.mark.parametrize("backends", [SM90, DENSE], ids=["sm90", "dense"])
 @pytest.mark.parametrize("key", golden.prompts("kernel_dims", images=True), ids=str)
-def test_kernel_dims_end_to_end(key: tuple[str, int]) -> None:
-    prefill, decode = (part.cpu() for part in kernel_dims("sm90")[key])
+def test_kernel_dims_end_to_end(key: tuple[str, int], backends: str) -> None:
+    prefill, decode = (part.cpu() for part in kernel_dims(backends)[key])
     true_prefill, true_decode = golden.truth("kernel_dims", "bf16", *key)
     assert golden.prompt_error(prefill, true_prefill) <= PROMPT_LIMIT
     assert golden.prompt_error(decode, true_decode) <= DECODE_LIMIT
@@ -52,9 +60,10 @@ def test_kernel_dims_end_to_end(key: tuple[str, int]) -> None:
     assert torch.equal(ours[decisive], tokens[decisive])
 
 
-def test_kernel_dims_against_the_reference_on_the_same_records() -> None:
+@pytest.mark.parametrize("backends", [SM90, DENSE], ids=["sm90", "dense"])
+def test_kernel_dims_against_the_reference_on_the_same_records(backends: str) -> None:
     """Pooled over all prompts the kernels are no further from the reference ops than two valid builds are."""
-    ours, reference = kernel_dims("sm90"), kernel_dims(f"cpu,{RECORDS}")
+    ours, reference = kernel_dims(backends), kernel_dims(f"cpu,{RECORDS}")
     for part, limit in ((0, PROMPT_LIMIT), (1, DECODE_LIMIT)):
         mine, other = (torch.cat([run[key][part] for key in run]) for run in (ours, reference))
         assert golden.prompt_error(mine, other) <= limit
@@ -69,9 +78,12 @@ PARAMS = [
 ]
 
 
+WIDE = "expert_dim=256"  # the least that the expert kernels take
+
+
 @cache
-def kernel_model() -> Model:
-    return load(blueprint(preset_name="kernel", device="cuda", backends="sm90"))
+def kernel_model(backends: str = ALL) -> Model:
+    return load(blueprint(preset_name="kernel", overrides=[WIDE], device="cuda", backends=backends))
 
 
 @cache
@@ -119,8 +131,66 @@ def test_the_fast_path_generates() -> None:
     assert [len(tokens) for tokens in answers] == [PARAMS[n % 2].max_tokens for n in range(len(LENGTHS))]
 
 
+def test_no_step_waits_for_the_device() -> None:
+    """The whole step, model included: nothing reads the device from the host between two steps."""
+    engine = EngineConfig(max_requests=4, max_context_tokens=512, asynchronous=True)
+    with LLM(kernel_model(), engine) as llm:
+        for prompt in prompts()[:4]:
+            llm.add(prompt, SamplingParams(max_tokens=40, ignore_eos=True))
+        for _ in range(6):
+            llm.step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(8):
+                llm.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+# -- captured steps -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choices", [{}, {"asynchronous": True, "global_pages": 14}], ids=str)
+def test_captured_steps_give_the_same_tokens(choices: dict[str, object]) -> None:
+    assert generate(list(range(len(LENGTHS))), graph_rows=8, **choices) == alone()
+
+
+def test_a_replay_equals_the_step_at_every_live_count() -> None:
+    """Rows of a step before become padding; nobody's cache but the step's own changes, nor guard pages."""
+    choices = {"max_requests": 6, "max_context_tokens": 512, "deterministic": True}
+    sides = [Stepper(kernel_model(), EngineConfig(graph_rows=rows, **choices)) for rows in (6, 0)]
+    for side in sides:
+        for pages in side.caches.tensors():
+            pages.view(torch.uint8).fill_(0xA5)
+    requests = [[side.add(prompt) for prompt in prompts()] for side in sides]
+    for side, own in zip(sides, requests, strict=True):
+        side.step([(request, len(request.tokens)) for request in own])
+    for live in (6, 1, 3, 2, 5, 4):
+        outputs = []
+        for side, own in zip(sides, requests, strict=True):
+            for request in own[:live]:
+                request.tokens.append(11)
+            outputs.append(side.step([(request, 1) for request in own[:live]]))
+        assert torch.equal(outputs[0].hidden[:live], outputs[1].hidden)
+        for mine, other in zip(sides[0].caches.tensors(), sides[1].caches.tensors(), strict=True):
+            assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_compiled_and_captured_steps_give_the_same_tokens() -> None:
+    """One compile for many rows and one for a single row serve every bucket."""
+    module = CompiledModule(kernel_model().decoder)
+    engine = EngineConfig(max_requests=8, max_context_tokens=512, deterministic=True, graph_rows=4)
+    with LLM(kernel_model(), engine, run=module) as llm:
+        compiles = module.num_compiles
+        answers = llm.generate(prompts(), [PARAMS[number % 2] for number in range(len(LENGTHS))])
+    assert module.num_compiles == compiles <= 3
+    with LLM(kernel_model(), engine, run=CompiledModule(kernel_model().decoder, "eager")) as llm:
+        plain = llm.generate(prompts(), [PARAMS[number % 2] for number in range(len(LENGTHS))])
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+
+
 def test_bench_and_its_parity_gate() -> None:
     """`bench` refuses to print numbers when its parity steps fail."""
-    model = "--preset kernel --device cuda --backends sm90 --mode eager --quiet"
+    model = f"--preset kernel --set {WIDE} --device cuda --backends {ALL} --mode eager,graph --quiet"
     work = "--batch 2 --prompt-len 200 --gen-len 4 --repeat 1 --warmup 1"
     assert main(["bench", *model.split(), *work.split()]) == 0
