@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dsv41.config import ENGRAM_TABLES, PREFIX_MODES, Numerics
+from dsv41.hardware import Hardware, assume
 from dsv41.presets import PRESETS
 from dsv41.runner.load import LOAD_FORMATS
+from dsv41.runner.trace import CASES, MODES
 
 Command = Callable[[argparse.Namespace], None]
 
@@ -51,7 +53,15 @@ def _device(text: str) -> str:
     return text
 
 
-def _shared() -> Parser:
+def _gpu(text: str) -> Hardware:
+    try:
+        return assume(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _shared(may_be_bare: bool = False) -> Parser:
+    """`may_be_bare`: --backends may stand without a value, which then is ""."""
     shared = Parser(add_help=False)
     shared.add_argument("--model", metavar="DIR_OR_ID", help="a checkpoint directory; nothing is downloaded")
     shared.add_argument(
@@ -63,7 +73,8 @@ def _shared() -> Parser:
     shared.add_argument("--seed", type=_count, default=0)
     shared.add_argument("--device", type=_device, default="auto", help="auto, cpu, cuda or cuda:N")
     shared.add_argument("--numerics", choices=[choice.value for choice in Numerics])
-    shared.add_argument("--backends", metavar="SPEC", help="PRESET, FAMILY=IMPL,... or both")
+    bare: dict[str, Any] = {"nargs": "?", "const": ""} if may_be_bare else {}
+    shared.add_argument("--backends", metavar="SPEC", help="PRESET, KEY=VALUE,... or both", **bare)
     shared.add_argument("--output", metavar="FILE.jsonl", help="one JSON object a line")
     shared.add_argument("--quiet", action="store_true", help="results and errors only")
     shared.add_argument("--debug", action="store_true", help="show tracebacks")
@@ -74,18 +85,19 @@ def _engine() -> Parser:
     engine = Parser(add_help=False)
     engine.add_argument("--max-requests", type=_count, help="running at once")
     engine.add_argument("--max-batch-tokens", type=_count, help="rows of one step")
+    engine.add_argument("--graph-rows", type=_count, help="steps up to so many rows as CUDA graphs (GPU)")
     engine.add_argument("--prefix-mode", choices=PREFIX_MODES, help="prefix reuse (default off)")
     engine.add_argument("--decoder-replay", action="store_true", help="decoder layers on prompt tails only")
     engine.add_argument("--asynchronous", action="store_true", help="launch ahead of the results")
     return engine
 
 
-def parser(bench: Command, generate: Command, check: Command, inspect: Command) -> Parser:
+def parser(bench: Command, generate: Command, profile: Command, check: Command, inspect: Command) -> Parser:
     """Every command sets `command` to its function."""
     parser = Parser(
-        prog="python -m dsv41.run", description="Run, measure, check, inspect DeepSeek-V4.1-Flash."
+        prog="python -m dsv41.run", description="Run, measure, profile, check, inspect DeepSeek-V4.1-Flash."
     )
-    commands = parser.add_subparsers(required=True, metavar="{bench,generate,check,inspect}")
+    commands = parser.add_subparsers(required=True, metavar="{bench,generate,profile,check,inspect}")
     shared = _shared()
 
     sub = commands.add_parser(
@@ -99,7 +111,7 @@ def parser(bench: Command, generate: Command, check: Command, inspect: Command) 
     )
     for flag in ("--batch", "--prompt-len", "--gen-len", "--depth"):
         sub.add_argument(flag, type=_counts, metavar="N,...")
-    sub.add_argument("--mode", type=_names, metavar="MODE,...", help="eager, compile")
+    sub.add_argument("--mode", type=_names, metavar="MODE,...", help="eager, compile, graph")
     sub.add_argument("--repeat", type=_count)
     sub.add_argument("--warmup", type=_count)
     sub.add_argument("--scenario", metavar="NAME", help="a file of profiles/scenarios instead of lists")
@@ -114,11 +126,28 @@ def parser(bench: Command, generate: Command, check: Command, inspect: Command) 
     sub.add_argument("--top-p", type=float, default=1.0)
     sub.add_argument("--ignore-eos", action="store_true")
 
+    sub = commands.add_parser("profile", parents=[shared], help="watch warm steps; what to type for Nsight")
+    sub.set_defaults(command=profile)
+    sub.add_argument("case", nargs="?", choices=CASES, default="decode")
+    sub.add_argument("--batch", type=_count, default=1)
+    sub.add_argument("--depth", type=_count, help="decode: tokens in the cache (default 32)")
+    sub.add_argument("--prompt-len", type=_count, help="prefill: tokens of a prompt (default 32)")
+    sub.add_argument("--mode", choices=MODES, default="eager", help="graph: compiled, then captured")
+    sub.add_argument("--steps", type=_count, default=3)
+    sub.add_argument("--warmup", type=_count, default=2)
+    sub.add_argument("--trace", metavar="FILE.json", help="torch.profiler's, for chrome://tracing")
+    sub.add_argument("--summary", metavar="FILE.csv", help="launches and time by model part")
+
     sub = commands.add_parser("check", parents=[shared], help="compare with the release, and with itself")
     sub.set_defaults(command=check)
 
-    sub = commands.add_parser("inspect", parents=[shared], help="what would run; needs no weights and no GPU")
+    sub = commands.add_parser(
+        "inspect", parents=[_shared(may_be_bare=True)], help="what would run; needs no weights and no GPU"
+    )
     sub.set_defaults(command=inspect)
+    sub.add_argument(
+        "--as", dest="gpu", type=_gpu, metavar="smNN", help="the backends table as on another GPU"
+    )
     sub.add_argument("--context", type=_counts, metavar="N,...", help="tokens, for the cache sizes")
     sub.add_argument("--no-segments", action="store_true", help="do not trace the graph")
     return parser

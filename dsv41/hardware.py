@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -36,3 +37,14 @@ def detect(device: str = "auto") -> Hardware:
     major, minor = torch.cuda.get_device_capability(device)
     properties = torch.cuda.get_device_properties(device)
     return Hardware(device, 10 * major + minor, properties.name, properties.total_memory)
+
+
+def assume(name: str) -> Hardware:
+    """A GPU that need not be here, by its architecture ("sm90"), to ask what would run on it.
+
+    Raises ValueError for any other name.
+    """
+    match = re.fullmatch(r"sm(\d{2,3})", name)
+    if match is None:
+        raise ValueError(f"'{name}' is not an architecture such as sm90, sm100 or sm120")
+    return Hardware("cuda", int(match[1]), f"SM{match[1]}", 0)

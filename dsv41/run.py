@@ -1,4 +1,4 @@
-"""The command line: `python -m dsv41.run {bench,generate,check,inspect}`. Alone it benches `tiny`.
+"""The command line: `python -m dsv41.run {bench,generate,profile,check,inspect}`. Alone it benches `tiny`.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 ok, 1 a check failed, 2 usage or config,
 3 model files, 4 unsupported device, 5 out of memory, 6 runtime fault. Only this file touches the environment.
@@ -24,13 +24,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 from dsv41.arguments import parser
+from dsv41.backends import choose, select
 from dsv41.config import EngineConfig, ModelConfig
 from dsv41.graphs.capture import Run
 from dsv41.graphs.module import CompiledModule
 from dsv41.hardware import detect
 from dsv41.model.checkpoint import CheckpointError
 from dsv41.model.costs import weights_by_part
-from dsv41.runner import check, report
+from dsv41.runner import check, report, trace
 from dsv41.runner.bench import Bench, Workload, find_scenario, load_scenario
 from dsv41.runner.engine import LLM
 from dsv41.runner.load import Blueprint, Model, blueprint, load, trace_blueprint
@@ -41,6 +42,7 @@ from dsv41.runner.throughput import jobs_of, random_jobs, read_workload, through
 SLOW_SECONDS = 2.0  # between two progress lines
 CONTEXTS = (4096, 131072, 1048576)
 BENCH_LISTS = ("batch", "prompt_len", "gen_len", "depth", "mode")
+ENGINE_FLAGS = ("max_requests", "max_batch_tokens", "prefix_mode", "graph_rows")
 
 
 class DeviceError(Exception):
@@ -71,7 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded
     try:
-        args = parser(bench, generate, run_check, inspect).parse_args(argv or ["bench"])
+        args = parser(bench, generate, profile, run_check, inspect).parse_args(argv or ["bench"])
+        args.argv = argv
         with _output(args.output) as args.lines:
             args.command(args)
         sys.stdout.flush()
@@ -101,15 +104,15 @@ def _sentence(error: BaseException) -> str:
 
 
 @contextmanager
-def _output(path: str | None) -> Iterator[TextIO | None]:
-    """The --output file, opened before any work is done."""
+def _output(path: str | None, flag: str = "--output") -> Iterator[TextIO | None]:
+    """The file of a flag, opened before any work is done."""
     if path is None:
         yield None
         return
     try:
         file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  # only its opening is a usage error
     except OSError as error:
-        raise ValueError(f"--output {path}: {error.strerror}") from error
+        raise ValueError(f"{flag} {path}: {error.strerror}") from error
     with file:
         yield file
 
@@ -120,8 +123,10 @@ def _output(path: str | None) -> Iterator[TextIO | None]:
 def bench(args: argparse.Namespace) -> None:
     if args.what == "throughput":
         return _throughput(args)
-    workload = _workload(args)
-    model = _load(args, _blueprint(args))
+    workload, plan = _workload(args), _blueprint(args)
+    if "graph" in workload.mode:
+        _need_gpu(plan, "--mode graph")
+    model = _load(args, plan)
     run = Bench(model, workload, args.seed, args.say)
     _print(report.bench_head(run))
     rows = []
@@ -160,7 +165,7 @@ def _run_of(args: argparse.Namespace, model: Model) -> Run:
 
 
 def _engine_config(args: argparse.Namespace, context: int) -> EngineConfig:
-    given = {name: getattr(args, name) for name in ("max_requests", "max_batch_tokens", "prefix_mode")}
+    given = {name: getattr(args, name) for name in ENGINE_FLAGS}
     given = {name: value for name, value in given.items() if value is not None}
     given |= {"decoder_replay": args.decoder_replay, "asynchronous": args.asynchronous}
     return EngineConfig(**{"max_context_tokens": context, "seed": args.seed} | given)
@@ -212,6 +217,26 @@ def _stream(
     return tokens, reason
 
 
+def profile(args: argparse.Namespace) -> None:
+    context, other = ("depth", "prompt_len") if args.case == "decode" else ("prompt_len", "depth")
+    if getattr(args, other) is not None:
+        raise ValueError(f"profile {args.case} takes no --{other.replace('_', '-')}")
+    tokens = 32 if getattr(args, context) is None else getattr(args, context)
+    target = trace.Target(args.case, args.batch, tokens, args.mode, args.steps, args.warmup)
+    with _output(args.trace, "--trace"), _output(args.summary, "--summary") as file:
+        plan = _blueprint(args)
+        if target.captured:
+            _need_gpu(plan, f"--mode {args.mode}")
+        target.engine(args.seed).validate(plan.config)  # before minutes of loading
+        model = _load(args, plan)
+        path = Path(args.trace) if args.trace is not None else None
+        profiled = trace.profile(model, target, args.seed, args.say, path, args.summary is not None)
+        if file is not None and profiled.summary is not None:
+            trace.write_summary(profiled.summary, profiled.traced_seconds, file)
+    _print(trace.lines(model, target, profiled, args.argv))
+    _write(args, trace.row(model, target, profiled))
+
+
 def run_check(args: argparse.Namespace) -> None:
     receipts = []
     plan = _blueprint(args)
@@ -234,6 +259,8 @@ def run_check(args: argparse.Namespace) -> None:
 
 
 def inspect(args: argparse.Namespace) -> None:
+    if args.gpu is not None or args.backends == "":
+        return _inspect_backends(args)
     plan = _blueprint(args)
     contexts = args.context or sorted({min(context, plan.config.max_tokens) for context in CONTEXTS})
     _print(report.config_lines(plan) + report.plan_lines(plan.plan))
@@ -249,6 +276,20 @@ def inspect(args: argparse.Namespace) -> None:
         _print(report.segment_lines(segments))
     _print(report.environment_lines(plan.hardware))
     _write(args, report.inspect_json(plan, weights, contexts, segments))
+
+
+def _inspect_backends(args: argparse.Namespace) -> None:
+    """The tables alone, for this machine or another GPU. A spec that is refused there ends in its error."""
+    spec, args.backends = args.backends or None, None
+    plan = _blueprint(args)
+    hardware = args.gpu or plan.hardware
+    choice = (hardware, plan.config.numerics, spec, plan.config.num_heads, plan.config.o_groups)
+    chosen = choose(*choice)
+    _print(report.preset_lines(hardware, plan.config))
+    _print(report.backend_lines(chosen, hardware))
+    _write(args, report.backends_json(chosen, hardware, plan.config))
+    if spec is not None:
+        select(*choice)
 
 
 # -- what commands share -----------------------------------------------------------------------------------
@@ -280,6 +321,11 @@ def _blueprint(args: argparse.Namespace) -> Blueprint:
         device=device,
         backends=args.backends,
     )
+
+
+def _need_gpu(plan: Blueprint, flag: str) -> None:
+    if plan.hardware.sm == 0:
+        raise DeviceError(f"{flag}: CUDA graphs need a GPU")
 
 
 def _load(args: argparse.Namespace, plan: Blueprint) -> Model:
@@ -326,8 +372,6 @@ def _workload(args: argparse.Namespace) -> Workload:
         preset, workload = load_scenario(find_scenario(args.scenario))
         if args.model is None and args.preset is None:
             args.preset = preset
-    if "graph" in given.get("mode", ()):
-        raise DeviceError("--mode graph: CUDA graphs need a GPU and come with the captured step")
     given |= {name: getattr(args, name) for name in ("repeat", "warmup") if getattr(args, name) is not None}
     return replace(workload, **given)
 

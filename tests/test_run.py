@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
@@ -74,6 +75,9 @@ USAGE = {
         ["inspect", "--numerics", "fp32-noquant", "--backends", "state_record=nvfp4_288"],
         "nvfp4_288",
     ),
+    "no architecture": (["inspect", "--as", "h200"], "sm90"),
+    "backends without a value": (["bench", "--backends"], "--backends"),
+    "generic attention": (["inspect", "--backends", "attention=FLASHINFER_MLA_SPARSE"], "_DSV41"),
     "unknown device": (["inspect", "--device", "tpu"], "tpu"),
     "bad context": (["inspect", "--context", "4k,long"], "long"),
     "unknown mode": (["bench", "--mode", "eager,fast"], "fast"),
@@ -83,6 +87,15 @@ USAGE = {
     "context beyond the model": (["bench", "--prompt-len", "8k"], "4096"),
     "unknown scenario": (["bench", "--scenario", "nothing"], "decode-4k"),
     "scenario and lists": (["bench", "--scenario", "tiny", "--batch", "2"], "--batch"),
+    "profile of another case": (["profile", "draft"], "draft"),
+    "profile without steps": (["profile", "--steps", "0"], "steps"),
+    "profile of no depth": (["profile", "--depth", "0"], "depth"),
+    "profile of a decode's prompt": (["profile", "decode", "--prompt-len", "8"], "--prompt-len"),
+    "profile of a prefill's depth": (["profile", "prefill", "--depth", "8"], "--depth"),
+    "profile of a captured prefill": (["profile", "prefill", "--mode", "graph"], "prefill"),
+    "profile beyond the model": (["profile", "--depth", "4k"], "4096"),
+    "trace in a missing folder": (["profile", "--trace", "/nowhere/t.json"], "--trace /nowhere"),
+    "summary in a missing folder": (["profile", "--summary", "/nowhere/s.csv"], "--summary /nowhere"),
     "empty prompt": (["generate", "--prompt-ids", ""], "empty"),
     "empty text": (["generate", "--model", str(EXCERPT), "--prompt", ""], "empty"),
     "token id out of range": (["generate", "--prompt-ids", "1,512"], "512"),
@@ -307,6 +320,42 @@ def test_inspect(capsys, tmp_path):
     }
 
 
+@pytest.mark.parametrize(
+    ("gpu", "words"),
+    [
+        ("sm90", ("fits           sm90 (the default stays cpu)", "sm90           runs")),
+        (
+            "sm100",
+            ("fits           sm100 (", "no: attention=mega cannot run this model", "no: attention=gluon"),
+        ),
+        ("sm120", ("fits           sm120 (", "has no implementation 'flashinfer'")),
+        ("sm89", ("fits           none: no preset fits SM89", "* reference")),
+    ],
+)
+def test_inspect_backends_of_another_gpu(capsys, tmp_path, gpu, words):
+    """On a machine without that GPU: the tables alone, with the reasons."""
+    output = tmp_path / "out.jsonl"
+    assert main(["inspect", "--backends", "--as", gpu, "--output", str(output)]) == 0
+    text = capsys.readouterr().out
+    for word in words:
+        assert word in text
+    assert "layer plan" not in text
+    row = json.loads(output.read_text())
+    assert row["device"] == gpu.upper()
+    assert row["presets"]["cpu"] is None
+    assert (row["reasons"]["attention"]["gluon"] is None) == (gpu == "sm90")
+
+
+def test_inspect_backends_of_this_machine(capsys):
+    assert main(["inspect", "--backends"]) == 0
+    assert capsys.readouterr().out.startswith("presets on ")
+
+
+def test_inspect_of_a_choice_that_another_gpu_refuses(fail, capsys):
+    """The table first, then the sentence that a run there would end with."""
+    assert "attention=gluon cannot run on SM100" in fail(2, "inspect", "--as", "sm100", "--backends", "sm90")
+
+
 def test_inspect_of_a_directory_reads_its_config_alone(capsys, copy):
     assert main(["inspect", "--no-segments", "--quiet", "--model", str(copy)]) == 0
     captured = capsys.readouterr()
@@ -393,6 +442,48 @@ def test_bench_refuses_numbers_without_parity(fail, monkeypatch):
     monkeypatch.setattr("dsv41.runner.parity.reference_run", wrong)
     argv = ["bench", "--mode", "eager", "--batch", "1", "--prompt-len", "4", "--depth", "4", "--gen-len", "1"]
     assert "no numbers" in fail(1, *argv, limit=30)
+
+
+def test_profile(capsys, tmp_path):
+    """What a user gets: a summary whose parts add up to the step, a trace, and what to type for Nsight."""
+    files = {name: tmp_path / name for name in ("s.csv", "t.json", "rows.jsonl")}
+    outputs = ["--summary", str(files["s.csv"]), "--trace", str(files["t.json"])]
+    argv = ["profile", "decode", "--batch", "2", "--depth", "5", "--steps", "1", "--warmup", "1"]
+    assert main([*argv, *outputs, "--output", str(files["rows.jsonl"])]) == 0
+    captured = capsys.readouterr()
+    with files["s.csv"].open() as file:
+        rows = {row["part"]: float(row["milliseconds"]) for row in csv.DictReader(file)}
+    step = rows.pop("step")
+    assert sum(rows.values()) == pytest.approx(step, rel=0.02)
+    assert {"attention.sparse_attention", "moe.experts", "linear.linear_fp8", "sampling"} <= set(rows)
+    assert json.loads(files["t.json"].read_text())["traceEvents"]
+    row = json.loads(files["rows.jsonl"].read_text())
+    assert (row["profile"], row["kind"], row["batch"], row["context"]) == ("tiny", "decode", 2, 5)
+    assert row["stand_in_weights"]
+    assert {part["part"] for part in row["parts"]} == set(rows)
+    commands = [line.split() for line in captured.out.splitlines() if line.split()[0] in ("nsys", "ncu")]
+    assert [command[0] for command in commands] == ["nsys", "ncu"]
+    assert all(command[-len(argv) :] == argv for command in commands)
+    assert "nvtx" in captured.err or "nvtx" in sys.modules
+
+
+def test_profile_alone_prints_its_steps(capsys):
+    assert main(["profile", "prefill", "--prompt-len", "6", "--steps", "1", "--warmup", "1", "--quiet"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "a step takes" in captured.out
+    assert "parts of" not in captured.out
+
+
+def test_profile_faults(fail, monkeypatch):
+    """A captured step needs a GPU, and a fault in the middle is one line like anywhere else."""
+    assert "CUDA graphs need a GPU" in fail(4, "profile", "--mode", "graph", "--device", "cpu")
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("the device fell off")
+
+    monkeypatch.setattr("dsv41.runner.trace.Driver.step", broken)
+    assert fail(6, "profile") == "error: the device fell off"
 
 
 def test_check(capsys, tmp_path):

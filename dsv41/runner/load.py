@@ -96,7 +96,8 @@ def blueprint(
             raise ValueError(f"--numerics {numerics} is not one of {', '.join(n.value for n in Numerics)}")
         config = replace(config, numerics=Numerics(numerics))
     hardware = detect(device)
-    chosen = backend_table.select(hardware, config.numerics, backends)
+    heads, groups = config.num_heads, config.o_groups
+    chosen = backend_table.select(hardware, config.numerics, backends, heads, groups)
     plan = build_plan(config)
     return Blueprint(
         source=source,

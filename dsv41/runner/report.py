@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from dsv41.backends import FAMILIES, RECORD_FIELDS, Backends
+from dsv41 import backends as backend_table
+from dsv41.backends import FAMILIES, PRESETS, RECORD_FIELDS, RECORDS_OF, Backends
 from dsv41.config import ModelConfig
 from dsv41.graphs.segments import Segment
 from dsv41.hardware import Hardware
 from dsv41.model.costs import Weights
 from dsv41.model.layout import CacheLayout
 from dsv41.model.plan import LayerPlan
-from dsv41.ops.library import implementation
 from dsv41.runner.bench import Bench
 from dsv41.runner.check import NOT_SHOWN, Receipt
 from dsv41.runner.load import Blueprint
@@ -143,16 +143,58 @@ def memory_lines(
 
 def backend_lines(backends: Backends, hardware: Hardware) -> list[str]:
     """Every implementation of every family, the chosen one marked, and why it can or cannot run here."""
-    record_of = {"attention": "state_record", "indexing": "index_record", "publish": "window_record"}
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for family in FAMILIES:
         chosen = getattr(backends, family)
-        record = getattr(backends, record_of[family]) if family in record_of else None
         for impl in dict.fromkeys((chosen, *implementations(family))):
             mark = "* " if impl == chosen else "  "
-            rows.append((family, mark + impl, _verdict(family, impl, hardware, record)))
-    rows += [(name, f"* {getattr(backends, name)}", "") for name in RECORD_FIELDS]
+            reason = backend_table.reason(backends, family, impl, hardware)
+            rows.append((family, mark + impl, _verdict(reason)))
+    rows += [(name, f"* {getattr(backends, name)}", _readers(name)) for name in RECORD_FIELDS]
     return [f"backends on {hardware.name} (* chosen)", *_indent(table(rows, left=3))]
+
+
+def _readers(record_field: str) -> str:
+    return "of " + ", ".join(family for family, names in RECORDS_OF.items() if record_field in names)
+
+
+def preset_lines(hardware: Hardware, config: ModelConfig) -> list[str]:
+    """Every preset and why it can or cannot run on a GPU, and which one fits it."""
+    rows = [(name, _verdict(why)) for name, why in _preset_refusals(hardware, config).items()]
+    default = "it is the default" if backend_table.AUTOMATIC_IS_DEFAULT else "the default stays cpu"
+    rows += [("fits", f"{_fitting(hardware, config)} ({default})")]
+    return [f"presets on {hardware.name}", *_indent(table(rows, left=2))]
+
+
+def _preset_refusals(hardware: Hardware, config: ModelConfig) -> dict[str, str | None]:
+    heads, groups = config.num_heads, config.o_groups
+    return {name: backend_table.refusal(preset, hardware, heads, groups) for name, preset in PRESETS.items()}
+
+
+def _fitting(hardware: Hardware, config: ModelConfig) -> str:
+    """The automatic choice, or the sentence that refuses the GPU."""
+    try:
+        return backend_table.automatic(hardware, config.num_heads, config.o_groups)
+    except ValueError as error:
+        return f"none: {error}"
+
+
+def backends_json(backends: Backends, hardware: Hardware, config: ModelConfig) -> dict[str, Any]:
+    """`preset_lines` and `backend_lines` for machines; null means that it runs."""
+    return {
+        "device": hardware.name,
+        "sm": hardware.sm,
+        "fits": _fitting(hardware, config),
+        "presets": _preset_refusals(hardware, config),
+        "backends": vars(backends),
+        "reasons": {
+            family: {
+                impl: backend_table.reason(backends, family, impl, hardware)
+                for impl in dict.fromkeys((getattr(backends, family), *implementations(family)))
+            }
+            for family in FAMILIES
+        },
+    }
 
 
 def implementations(family: str) -> list[str]:
@@ -163,17 +205,20 @@ def implementations(family: str) -> list[str]:
     return [item.name for item in pkgutil.iter_modules(folders) if item.name != "op" and "_" not in item.name]
 
 
-def _verdict(family: str, impl: str, hardware: Hardware, record: str | None) -> str:
-    try:
-        reason = implementation(family, impl).why_not(hardware, record)
-    except ValueError as missing:
-        reason = str(missing)
-    return "runs" if reason is None else f"no: {reason}"
+def _verdict(reason: str | None) -> str:
+    return "runs" if reason is None else f"no: {reason.removeprefix('--backends ')}"
 
 
 def environment_lines(hardware: Hardware) -> list[str]:
     rows = [("python", platform.python_version()), ("torch", torch.__version__)]
-    for package in ("triton", "flash-mla", "flashinfer-python", "safetensors", "transformers"):
+    for package in (
+        "triton",
+        "flash-mla",
+        "sgl-flash-mla",
+        "flashinfer-python",
+        "safetensors",
+        "transformers",
+    ):
         try:
             rows.append((package, metadata.version(package)))
         except metadata.PackageNotFoundError:
