@@ -1,6 +1,7 @@
 """Sparse attention on one GPU: time, bytes, flops, and the distance to the roof measured in the same run.
 
     python profiles/attention.py [--rows 1,8,32] [--records scaled_528,nvfp4_288] [--deterministic]
+                                 [--variant default,four_warps]
                                  [--output profiles/baselines/attention.json]
 
 Every row lists 128 window states and 512 selected states, 64 heads of 512. Up to 512 rows, a row is a
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from dsv41.ops import records
+from dsv41.ops.attention import gluon
 from dsv41.ops.attention.op import sparse_attention
 
 HEADS, DIM, ROPE, WINDOW, SELECTED, PAGE = 64, 512, 64, 128, 512, 64
@@ -112,9 +114,15 @@ def problem(rows: int, window_record: str, state_record: str, deterministic: boo
     return sets
 
 
-def error(args: list, impl: str) -> float:
+def attend(args: list, impl: str, variant: str) -> Tensor:
+    if variant == "default":
+        return sparse_attention(*args, impl)
+    return gluon.sparse_attention(*args, variant)
+
+
+def error(args: list, impl: str, variant: str) -> float:
     """Relative error of up to 24 rows against the reference."""
-    got = sparse_attention(*args, impl).double()
+    got = attend(args, impl, variant).double()
     rows = torch.linspace(0, len(got) - 1, min(len(got), 24), device="cuda").long()
     few = [arg[rows] if position in (0, 2, 6) else arg for position, arg in enumerate(args)]
     expected = sparse_attention(*few, "reference").double()
@@ -122,21 +130,21 @@ def error(args: list, impl: str) -> float:
 
 
 def measure(
-    rows: int, window_record: str, state_record: str, deterministic: bool, impl: str, roof: dict
+    rows: int, window_record: str, state_record: str, deterministic: bool, impl: str, roof: dict, variant: str
 ) -> dict:
     sets = problem(rows, window_record, state_record, deterministic)
-    off = error(sets[0], impl)
+    off = error(sets[0], impl, variant)
     if not off <= TOLERANCE:
         raise SystemExit(f"{rows} rows are {off:.2e} off the reference: no numbers")
     number = 20 if rows <= 128 else 4
-    median, worst = graph_us([lambda a=sets[n % 4]: sparse_attention(*a, impl) for n in range(number)])
+    median, worst = graph_us([lambda a=sets[n % 4]: attend(a, impl, variant) for n in range(number)])
     state_bytes = [records.state_bytes(record, DIM, ROPE) for record in (window_record, state_record)]
     num_bytes = rows * (WINDOW * state_bytes[0] + SELECTED * state_bytes[1] + 2 * 2 * HEADS * DIM)
     flops = 4 * rows * HEADS * DIM * (WINDOW + SELECTED)
     floor = max(num_bytes / roof["read_TB_s"], flops / roof["bf16_TFLOP_s"]) / 1e6
     return {
         "rows": rows, "window_record": window_record, "state_record": state_record, "impl": impl,
-        "deterministic": deterministic, "us": round(median, 2), "worst_us": round(worst, 2), "error": off,
+        "variant": variant, "deterministic": deterministic, "us": round(median, 2), "worst_us": round(worst, 2), "error": off,
         "bytes": num_bytes, "flops": flops, "TB_s": round(num_bytes / median / 1e6, 3),
         "TFLOP_s": round(flops / median / 1e6, 1), "roof_percent": round(100 * floor / median, 1),
         "must_us": MUST.get(rows), "aim_us": AIM.get(rows),
@@ -150,21 +158,24 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,32,128,512,4096")
     parser.add_argument("--records", default="scaled_528,nvfp4_288", help="of the window and of the states")
     parser.add_argument("--impl", default="gluon")
+    parser.add_argument("--variant", default="default", help=f"gluon's {', '.join(gluon.VARIANTS)}, in turn")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     roof = roofs()
+    pair = arguments.records.split(",")
     table = [
-        measure(int(rows), *arguments.records.split(","), arguments.deterministic, arguments.impl, roof)
+        measure(int(rows), *pair, arguments.deterministic, arguments.impl, roof, variant)
         for rows in arguments.rows.split(",")
+        for variant in arguments.variant.split(",")
     ]
     print(" rows       us    worst   TB/s TFLOP/s roof %   must    aim   error")
     for line in table:
         figures = [line[key] for key in ("us", "worst_us", "TB_s", "TFLOP_s", "roof_percent")]
         targets = [line[key] or 0.0 for key in ("must_us", "aim_us")]
         print("{:5d} {:8.2f} {:8.2f} {:6.2f} {:7.1f} {:6.1f}".format(line["rows"], *figures), end="")
-        print(" {:6.1f} {:6.1f} {:7.1e}".format(*targets, line["error"]))
+        print(" {:6.1f} {:6.1f} {:7.1e} {}".format(*targets, line["error"], line["variant"]))
     report = {
         "benchmark": "attention", "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "synthetic": "random keys and queries, uniform selections", "roofs": roof, "rows": table,

@@ -1,6 +1,10 @@
 """The sparse indexer's kernels on one GPU: CUDA-graph replays, cold and hot, against the roof of this run.
 
-    python profiles/indexing.py [--only scores|top_k|select] [--output FILE]
+    python profiles/indexing.py [--only scores|top_k|select] [--variant bf16,e4m3,e4m3_exact]
+                                [--rows 1,4096] [--states 4096,1048576] [--output FILE]
+
+--variant: kernels of the scores, in turn; the error of each against float64 comes first, on keys whose scales
+lie 0, 3 and 9 octaves apart.
 
 Cold: each call of a replay reads another part of a key pool of at least 320 MB (the L2 holds 60); hot: one
 part again and again. Top-k reads scores that the kernel before it wrote, so its rows are as hot as their size
@@ -20,6 +24,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from dsv41.ops import records
 from dsv41.ops.indexing import triton as kernels
 from dsv41.ops.indexing.op import select, top_k
 
@@ -61,6 +66,49 @@ def ceilings() -> tuple[float, float]:
     return read, 2 * 8192**3 / replay([lambda: torch.mm(a, b, out=out)], 5)
 
 
+def random_queries(num_rows: int) -> torch.Tensor:
+    q = torch.randn(num_rows, HEADS, DIM, device="cuda")
+    return torch.cat([records.round_trip(part.bfloat16(), "mxfp4_32") for part in q.split(512)])
+
+
+def errors(variant: str) -> list[dict[str, object]]:
+    """Of 1 row (decode kernel) and of 24 rows (prefill kernel): the norm of the difference from float64 over
+    that of the same sums without signs, and the largest difference over the row's standard deviation."""
+    results = []
+    for octaves in (0, 3, 9):
+        for num_rows in (1, 24):
+            states = 8192
+            keys = torch.randn(states, 4, 32, device="cuda")
+            keys *= 2.0 ** torch.randint(0, octaves + 1, (states, 4, 1), device="cuda")
+            cache = torch.zeros(states // S, PAGE, dtype=torch.uint8, device="cuda")
+            slots = torch.arange(states, device="cuda")
+            records.write_slots(RECORD, cache, slots, keys.flatten(1).bfloat16(), S, 0)
+            true_keys = records.read_slots(RECORD, cache, slots, S, DIM, 0, torch.bfloat16).double()
+            q = random_queries(num_rows)
+            weights = torch.randn(num_rows, HEADS, device="cuda").bfloat16()
+            zeros = torch.zeros(num_rows, dtype=torch.int32, device="cuda")
+            table = torch.arange(states // S, dtype=torch.int32, device="cuda")[None]
+            rows = kernels.Rows(zeros, zeros + states, table, S)
+            scores = torch.full((num_rows, states), torch.nan, device="cuda")
+            kernels.score(q, weights, cache, rows, rows.num_states, None, scores, RECORD, 0, variant)
+            dots = (q.double() @ true_keys.mT).relu()
+            truth = torch.einsum("th,ths->ts", weights.double(), dots)
+            norm = torch.einsum("th,ths->ts", weights.double().abs(), dots).norm(dim=1)
+            off = scores.double() - truth
+            relative = float((off.norm(dim=1) / norm).max())
+            worst = float((off.abs().amax(1) / truth.std(dim=1)).max())
+            print(
+                f"{variant:12} {num_rows:3} rows, scales {octaves} octaves apart: error {relative:.1e}, "
+                f"worst {worst:.1e} of a row's deviation",
+                flush=True,
+            )
+            results.append(
+                {"what": "error", "variant": variant, "rows": num_rows, "octaves": octaves,
+                 "relative": relative, "worst": worst}
+            )  # fmt: skip
+    return results
+
+
 class Work:
     """Rows of distinct requests (`shared`: of one) over `states` states each, with `sets` key sets."""
 
@@ -76,7 +124,7 @@ class Work:
         scales.copy_(torch.randint(120, 132, scales.shape, dtype=torch.uint8, device="cuda"))
         order = torch.randperm(len(self.keys), device="cuda").to(torch.int32)
         self.tables = order.view(self.sets, requests, pages)
-        self.q = torch.randn(num_rows, HEADS, DIM, device="cuda").bfloat16()
+        self.q = random_queries(num_rows)
         self.weights = (torch.randn(num_rows, HEADS, device="cuda") / 64).bfloat16()
         self.num_states = torch.full((num_rows,), states, dtype=torch.int32, device="cuda")
         if shared:  # a prefill chunk: the last row sees all
@@ -85,10 +133,10 @@ class Work:
         self.scores = torch.empty(num_rows, -(-states // 64) * 64, device="cuda")
         self.num_rows, self.states = num_rows, states
 
-    def score(self, number: int) -> Call:
+    def score(self, number: int, variant: str) -> Call:
         rows = kernels.Rows(self.request, self.num_states, self.tables[number], S)
         return lambda: kernels.score(
-            self.q, self.weights, self.keys, rows, self.num_states, None, self.scores, RECORD, 0
+            self.q, self.weights, self.keys, rows, self.num_states, None, self.scores, RECORD, 0, variant
         )
 
     def select(self, number: int, candidates: torch.Tensor | None = None, num_blocks: int = 0) -> Call:
@@ -106,16 +154,22 @@ def rows_of(kind: str) -> list[tuple[int, int, bool]]:
     return one + many + ([(4096, 131072, True)] if kind == "scores" else [])
 
 
-def measure_scores(read: float, flops: float) -> list[dict[str, object]]:
-    results = []
+def measure_scores(
+    read: float, flops: float, variants: Sequence[str], wanted: Callable[[int, int], bool]
+) -> list[dict[str, object]]:
+    results = [line for variant in variants for line in errors(variant)] if variants != ["bf16"] else []
     for num_rows, states, shared in rows_of("scores"):
+        if not wanted(num_rows, states):
+            continue
         for cold in (False, True) if not shared and num_rows * states < 1 << 22 else (not shared,):
             work = Work(num_rows, states, cold, shared)
-            time = replay([work.score(i) for i in range(work.sets)])
             key_bytes = (1 if shared else num_rows) * states * 68
             pairs = int(work.num_states.sum())
             roof = max((key_bytes + 4 * pairs) / read, 2 * HEADS * DIM * pairs / flops)
-            results.append(row("scores", num_rows, states, shared, cold, time, roof))
+            for variant in variants:
+                time = replay([work.score(i, variant) for i in range(work.sets)])
+                name = "scores" if variant == "bf16" else f"scores {variant}"
+                results.append(row(name, num_rows, states, shared, cold, time, roof))
             del work
             torch.cuda.empty_cache()
     return results
@@ -174,6 +228,9 @@ def row(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", choices=("scores", "top_k", "select"))
+    parser.add_argument("--variant", default="bf16", help=f"of {', '.join(kernels.VARIANTS)}; or all")
+    parser.add_argument("--rows", help="only these cases of the scores")
+    parser.add_argument("--states", help="only these cases of the scores")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -181,7 +238,16 @@ def main() -> None:
     about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "read_TBs": read / 1e6}
     about |= {"bf16_TFLOPs": flops / 1e6}
     print(about, flush=True)
-    parts = {"scores": measure_scores, "top_k": measure_top_k, "select": measure_select}
+    variants = [*kernels.VARIANTS] if args.variant == "all" else args.variant.split(",")
+
+    def wanted(num_rows: int, states: int) -> bool:
+        listed = ((args.rows, num_rows), (args.states, states))
+        return all(only is None or str(number) in only.split(",") for only, number in listed)
+
+    def scores(read: float, flops: float) -> list[dict[str, object]]:
+        return measure_scores(read, flops, variants, wanted)
+
+    parts = {"scores": scores, "top_k": measure_top_k, "select": measure_select}
     results = [about]
     for name, measure in parts.items():
         if args.only in (None, name):

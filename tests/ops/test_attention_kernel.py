@@ -56,12 +56,12 @@ def on_gpu(test):
 
 
 @cache
-def compiled(window_record: str, state_record: str, few: bool) -> tuple[str, str]:
+def compiled(window_record: str, state_record: str, few: bool, variant: str = "default") -> tuple[str, str]:
     """-> (SASS, resource usage) of the attention kernel, compiled for sm_90 without a GPU."""
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    constants = kernel.specialisation(window_record, 64, state_record, 64, few)
+    constants = kernel.specialisation(window_record, 64, state_record, 64, few, variant=variant)
     names = kernel._attend.arg_names
     element = {r: "*bf16" if r == "rows_bf16" else "*u8" for r in (window_record, state_record)}
     types = {"q": "*bf16", "out": "*bf16", "window": element[window_record], "states": element[state_record]}
@@ -101,6 +101,19 @@ def test_compiled_object(pair: tuple[str, str], few: bool) -> None:
     # What is spilled are addresses that a row's two ends use; none of it in the consumers' loop.
     assert stack <= (64 if pair == TRAINED else 96), f"{stack} bytes of stack: tiles or sums are spilled"
     assert not main_loop_spills(sass), "the consumers' loop spills"
+
+
+def test_compiled_variant() -> None:
+    """Four producer warps for many rows: a product of the second kind reads P once, and nothing of a loop is
+    spilled."""
+    sass, usage = compiled("scaled_528", "nvfp4_288", False, "four_warps")
+    assert sass.count("HGMMA.64x32x16.F32.BF16") == 64
+    assert sass.count("HGMMA.64x256x16.F32.BF16") == 8
+    assert sass.count("WARPGROUP.DEPBAR") <= 8
+    registers, stack = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))
+    assert registers == 168
+    assert stack <= 64
+    assert not main_loop_spills(sass)
 
 
 def main_loop_spills(sass: str) -> list[str]:
@@ -268,6 +281,15 @@ def test_views(rows: int) -> None:
         room[:, : args[position].shape[1]] = args[position]
         args[position] = room[:, : args[position].shape[1]]
     check(args)
+
+
+@on_gpu
+@pytest.mark.parametrize("rows", [132, 300])
+def test_variant_changes_no_bit(rows: int) -> None:
+    """The same products in the same order, whoever decodes the keys and however wide a product is."""
+    args = arguments(TRAINED, rows, 64, deterministic=True)
+    got = kernel.sparse_attention(*args, "four_warps")
+    assert torch.equal(got, check(args))
 
 
 @on_gpu

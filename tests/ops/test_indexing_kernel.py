@@ -41,6 +41,10 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] 
 needs_gpu = pytest.mark.skipif(not ON_HOPPER or INTERPRETED, reason="needs one SM90 GPU")
 TOOLS = Path(triton_package.__file__).parent / "backends/nvidia/bin"
 RECORDS = ("mxfp4_68", "fp8_132", "rows_bf16")
+NARROW = ("e4m3", "e4m3_pairs", "e4m3_exact")
+# Against float64, of a row's norm. Four chains are exact sums of 13 bits if the tensor core keeps 13; fewer
+# chains lose low bits where one head's large products meet a group's small ones.
+NARROW_ERROR = {"bf16": 2e-6, "e4m3": 1e-4, "e4m3_pairs": 1e-4, "e4m3_exact": 2e-6}
 NAN_BYTE = 255  # e8m0, e4m3 and bf16 NaN alike
 
 
@@ -210,6 +214,59 @@ def test_prefill_kernel_compiles() -> None:
 
 
 @compiler
+@pytest.mark.parametrize("variant", NARROW)
+@pytest.mark.parametrize(("states", "block", "mixed"), [(64, 0, 0), (64, 0, 1), (64, 8, 0)])
+def test_e4m3_decode_kernel_compiles(variant: str, states: int, block: int, mixed: int) -> None:
+    """Half of the bf16 kernel's tensor instructions; nothing but addresses spilled within the registers that
+    the residency in VARIANTS needs, and nothing at all on the path of one row."""
+    from dsv41.ops.indexing.gluon_e4m3 import decode_kernel
+
+    chosen = kernels.VARIANTS[variant]
+    assert chosen.decode_registers * 128 * chosen.resident <= 65536
+    constants = {"PAGE": 68 * states, "S": states, "BLOCK": block, "MIXED": bool(mixed), "LOOP": True}
+    constants["CHAINS"] = chosen.chains
+    resources, opcodes = compile_sm90(decode_kernel, constants, num_warps=4, maxnreg=chosen.decode_registers)
+    assert count(opcodes, "QGMMA") == 8
+    assert count(opcodes, "HGMMA") == 0
+    assert count(opcodes, "STS.128") >= 8
+    assert resources["REG"] <= chosen.decode_registers
+    assert resources["STACK"] <= (40 if block or mixed else 8)
+
+
+@compiler
+@pytest.mark.parametrize("variant", NARROW)
+def test_e4m3_prefill_kernel_compiles(variant: str) -> None:
+    """Two CTAs an SM and no spill, three within 168 registers and next to none."""
+    from dsv41.ops.indexing.gluon_e4m3 import prefill_kernel
+
+    chosen = kernels.VARIANTS[variant]
+    constants = {"PAGE": 4352, "S": 64, "R": chosen.rows, "CHAINS": chosen.chains}
+    limit = {"maxnreg": chosen.prefill_registers} if chosen.prefill_registers else {}
+    resources, opcodes = compile_sm90(prefill_kernel, constants, num_warps=4, **limit)
+    assert count(opcodes, "QGMMA") == 4
+    assert count(opcodes, "HGMMA") == 0
+    assert resources["REG"] <= (chosen.prefill_registers or 255)
+    assert resources["STACK"] <= (8 if limit else 0)
+
+
+@compiler
+def test_e4m3_magnitudes() -> None:
+    """The table of every distance below the largest scale, as e4m3: exact to 11, then the smallest code goes,
+    and from 13 on the kernel has none."""
+    from dsv41.ops.indexing import gluon_e4m3
+
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for below in range(13):
+        low = gluon_e4m3.LOW.value - below * gluon_e4m3.HALF_LOW.value
+        high = gluon_e4m3.HIGH.value - below * gluon_e4m3.HALF_HIGH.value
+        table = torch.tensor([*low.to_bytes(4, "little"), *high.to_bytes(4, "little")], dtype=torch.uint8)
+        expected = magnitudes * 2.0 ** (6 - below)
+        if below == 12:
+            expected[1] = 0
+        assert torch.equal(table.view(torch.float8_e4m3fn).float(), expected)
+
+
+@compiler
 def test_row_kernel_compiles() -> None:
     """The path of every decode step below 4k states spills nothing."""
     from dsv41.ops.indexing.triton_topk import row_kernel
@@ -279,7 +336,13 @@ class Pool:
 
 
 def check_scores(
-    scores: Tensor, q: Tensor, weights: Tensor, pool: Pool, request: Tensor, seen: Tensor
+    scores: Tensor,
+    q: Tensor,
+    weights: Tensor,
+    pool: Pool,
+    request: Tensor,
+    seen: Tensor,
+    tolerance: float = 2e-6,
 ) -> None:
     """Every visible score against float64, every other one -inf."""
     for row in range(len(q)):
@@ -289,7 +352,8 @@ def check_scores(
             dots = (q[row].double() @ pool.keys(int(request[row]), number).double().mT).relu()
             truth = weights[row].double() @ dots
             error = (scores[row, :number].double() - truth).norm()
-            assert error <= 2e-6 * (weights[row].double().abs() @ dots).norm(), f"row {row}"
+            norm = (weights[row].double().abs() @ dots).norm()
+            assert error <= tolerance * norm, f"row {row}: {float(error / norm):.1e} of its norm"
 
 
 def check_selection(
@@ -572,3 +636,124 @@ def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "SCORE_BYTES", 8 * 4 * 9200)
     parts = run_select(q, weights, pool, request, seen, num_blocks=512)
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+# -- variants of the scores -------------------------------------------------------------------------------
+
+
+def variant_scores(
+    variant: str, q: Tensor, weights: Tensor, pool: Pool, request: Tensor, seen: Tensor, width: int
+) -> Tensor:
+    """As `index_scores`, from memory that was NaN."""
+    scores = torch.full((len(q), -(-width // 64) * 64), torch.nan, device=q.device)
+    rows = kernels.Rows(request, seen, pool.table, pool.page_states)
+    kernels.score(q, weights, pool.cache, rows, rows.num_states, None, scores, pool.record, 0, variant)
+    live = torch.where(request < 0, 0, seen).unsqueeze(1)
+    hidden = torch.arange(scores.shape[1], device=q.device) >= live
+    return scores.masked_fill(hidden, -torch.inf)[:, :width]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("page_states", [64, 32])
+@pytest.mark.parametrize("spread", [0, 3, 9])
+@pytest.mark.parametrize("variant", ["bf16", *NARROW])
+def test_variant_scores(variant: str, spread: int, page_states: int) -> None:
+    """Keys and queries whose groups lie up to `spread` octaves apart, zero states and zero groups; rows 1 to
+    129 alone and in groups of a request, every edge of the lengths."""
+    draw = cuda_draw(10)
+    counts = [16391, 5000, 700]
+
+    def scaled(*shape: int) -> Tensor:
+        octaves = torch.randint(
+            0, spread + 1, (*shape[:-1], shape[-1] // 32, 1), generator=draw, device="cuda"
+        )
+        x = torch.randn(*shape, generator=draw, device="cuda").unflatten(-1, (-1, 32)) * 2.0**octaves
+        return x.flatten(-2)
+
+    keys = scaled(max(counts), 128)
+    keys[3], keys[5, :32] = 0, 0
+    pool = Pool("mxfp4_68", page_states, 128, counts, 8, draw, "cuda", keys=keys)
+    for num_rows in (1, 2, 3, 8, 17, 64, 129):
+        q = records.round_trip(scaled(num_rows, 32, 128).bfloat16(), "mxfp4_32")
+        weights = torch.randn(num_rows, 32, generator=draw, device="cuda").bfloat16()
+        for own in (1, 9):
+            request = torch.arange(num_rows, device="cuda", dtype=torch.int32) // own % 4 - 1
+            request = request if own == 1 else request.clamp(min=0)
+            edge = int32(EDGES)[torch.arange(num_rows, device="cuda") * 7 % len(EDGES)]
+            seen = torch.minimum(edge, int32([16391, *counts])[request.long() + 1])
+            scores = variant_scores(variant, q, weights, pool, request, seen, 16391)
+            check_scores(scores, q, weights, pool, request, seen, NARROW_ERROR[variant])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("variant", NARROW)
+def test_variant_rows_have_the_same_bits_in_any_company(variant: str) -> None:
+    """Alone, in a group of one request, in a mixed group; a NaN key and a NaN query stay where they are; a
+    captured graph replays at other lengths."""
+    draw = cuda_draw(11)
+    pool = Pool("mxfp4_68", 64, 128, [5003, 3000], 8, draw, "cuda")
+    q, weights = queries(40, "mxfp4_68", draw)
+    pool.cache[pool.table[0, 20].long(), 4096 + 5 * 4 + 2] = NAN_BYTE
+    q[9, 3, 70] = torch.nan
+    seen = torch.full((40,), 2999, dtype=torch.int32, device="cuda")
+
+    def scored(rows: slice, request: list[int]) -> Tensor:
+        return variant_scores(variant, q[rows], weights[rows], pool, int32(request), seen[rows], 2999)
+
+    together, mixed = scored(slice(0, 40), [0] * 40), scored(slice(0, 40), [0, 0, 1, 0] * 10)
+    sick = torch.zeros(40, 2999, dtype=torch.bool, device="cuda")
+    sick[:, 20 * 64 + 5], sick[9] = True, True
+    assert torch.equal(together.isnan(), sick)
+    for row in (0, 9, 39):
+        alone = scored(slice(row, row + 1), [0])[0]
+        assert torch.equal(alone.nan_to_num(nan=7e7), together[row].nan_to_num(nan=7e7))
+        assert torch.equal(mixed[row].nan_to_num(nan=7e7), together[row].nan_to_num(nan=7e7))
+    request, scores = int32([0] * 40), torch.zeros(40, 3008, device="cuda")
+    rows = kernels.Rows(request, seen, pool.table, 64)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.score(q, weights, pool.cache, rows, rows.num_states, None, scores, "mxfp4_68", 0, variant)
+    for number in (0, 1, 65, 2999, 1500):
+        seen.fill_(number)
+        graph.replay()
+        assert torch.equal(scores[:, :number].nan_to_num(nan=7e7), together[:, :number].nan_to_num(nan=7e7))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("variant", NARROW)
+@pytest.mark.parametrize(("num_rows", "states"), [(1, 1 << 20), (20, 131072)])
+def test_variant_long_rows(num_rows: int, states: int, variant: str) -> None:
+    draw = cuda_draw(12)
+    pool = Pool("mxfp4_68", 64, 128, [states], 8, draw, "cuda")
+    q, weights = queries(num_rows, "mxfp4_68", draw)
+    request, seen = int32([0] * num_rows), int32([states, states - 37, 513] * 7)[:num_rows]
+    scores = variant_scores(variant, q, weights, pool, request, seen, states)
+    check_scores(scores[:3], q[:3], weights[:3], pool, request, seen, NARROW_ERROR[variant])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("variant", NARROW)
+def test_variant_in_candidates(variant: str) -> None:
+    """Listed states only, found one by one."""
+    draw = cuda_draw(13)
+    states, blocks = 40003, 2048
+    pool = Pool("mxfp4_68", 64, 128, [states], 8, draw, "cuda")
+    for num_rows in (1, 20):
+        q, weights = queries(num_rows, "mxfp4_68", draw)
+        listed = torch.rand(num_rows, states // 8, generator=draw, device="cuda").argsort(1)[:, :blocks]
+        listed = listed.sort(1).values.to(torch.int32)
+        lengths = int32([blocks * 8, 70, 1, 0] * 5)[:num_rows]
+        rows = kernels.Rows(int32([0] * num_rows), int32([states] * num_rows), pool.table, 64)
+        scores = torch.full((num_rows, blocks * 8), torch.nan, device="cuda")
+        kernels.score(q, weights, pool.cache, rows, lengths, listed, scores, "mxfp4_68", 8, variant)
+        state = (listed.long().unsqueeze(2) * 8 + torch.arange(8, device="cuda")).flatten(1)
+        keys = pool.keys(0, states).double()
+        for row in range(min(num_rows, 4)):
+            number = int(lengths[row])
+            dots = (q[row].double() @ keys[state[row, :number]].mT).relu()
+            truth, norm = weights[row].double() @ dots, (weights[row].double().abs() @ dots).norm()
+            assert (scores[row, :number] - truth).norm() <= NARROW_ERROR[variant] * norm

@@ -60,6 +60,8 @@ KINDS = MappingProxyType({
     "mixed_584": MIXED,
     "rows_bf16": BF16,
 })  # fmt: skip
+# For measurements. "four_warps": with many rows, too, half of the producers and the wide second product.
+VARIANTS = MappingProxyType({"default": 8, "four_warps": 4})  # producer warps of many rows
 ROPE_DIM = 64  # of `mixed_584`, the one record whose bytes depend on it
 
 # Eight fp4 codes of one word -> four bf16 pairs (r, r + 4), which lie 16 bits apart in the word.
@@ -580,17 +582,19 @@ def specialisation(
     few: bool,
     num_heads: int = MAX_HEADS,
     q_head: int = HEAD_DIM,
+    variant: str = "default",
 ) -> dict[str, object]:
     """Compile-time arguments of `_attend`. `few`: an item is a few tiles and its latency counts, so four
     producer warps with more registers, and wider products. Otherwise their throughput counts: eight warps."""
+    four = few or VARIANTS[variant] == 4
     return {
         "NUM_HEADS": num_heads,
         "Q_HEAD": q_head,
         "WINDOW": record_layout(window_record, window_page),
         "STATE": record_layout(state_record, state_page),
-        "PV_N": 256 if few else 128,
-        "PRODUCER_WARPS": 4 if few else 8,
-        "PRODUCER_REGISTERS": 112 if few else 72,
+        "PV_N": 256 if four else 128,
+        "PRODUCER_WARPS": 4 if four else 8,
+        "PRODUCER_REGISTERS": 112 if four else 72,
         "FEW": few,
     }
 
@@ -626,6 +630,7 @@ def sparse_attention(
     sink: Tensor,
     rope_dim: int,
     deterministic: bool,
+    variant: str = "default",
 ) -> Tensor:
     q = q[:, : sink.shape[0]]
     rows, heads, dim = q.shape
@@ -663,7 +668,9 @@ def sparse_attention(
             q.stride(0), _page_bytes(window_record, window, window_page),
             _page_bytes(state_record, states, state_page), window_slots.stride(0), state_slots.stride(0),
             num_window, num_states, num_items, full_rows, splits, HEAD_DIM**-0.5 * LOG2E.value * 512.0,
-            **specialisation(window_record, window_page, state_record, state_page, few, heads, q.stride(1)),
+            **specialisation(
+                window_record, window_page, state_record, state_page, few, heads, q.stride(1), variant
+            ),
             num_warps=8,
         )  # fmt: skip
         if tail:

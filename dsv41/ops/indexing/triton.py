@@ -1,8 +1,9 @@
 """The sparse indexer on Hopper: what runs for which shape, and in which workspace.
 
-Kernels: gluon_scores.py (fp4 keys of the released shape), triton_scores.py (queries; every other record and
-shape), triton_topk.py (selection and candidate blocks). All sizes here come from shapes, nothing from device
-values, so a call may be captured; lengths may change between replays.
+Kernels: gluon_scores.py (fp4 keys of the released shape), gluon_e4m3.py (variants of it, for measurements;
+no op takes them), triton_scores.py (queries; every other record and shape), triton_topk.py (selection and
+candidate blocks). All sizes here come from shapes, nothing from device values, so a call may be captured;
+lengths may change between replays.
 
 Workspace: dense scores of a tile of rows, at most SCORE_BYTES, the survivors of the search (never more than
 the scores) and, where candidates are published, block maxima (an eighth of the scores). So a call holds under
@@ -17,6 +18,9 @@ are scored (NaN is to be reported) but never searched.
 
 from __future__ import annotations
 
+from types import MappingProxyType
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -30,6 +34,24 @@ GROUP_ROWS = 8  # rows of a prefill group
 FEW_ROWS = 16  # to here rows are scored one by one
 MANY_ROWS = 64  # from here one CTA selects from a row, below it several
 KINDS = {"mxfp4_68": "mxfp4", "fp8_132": "fp8", "rows_bf16": "rows"}
+
+
+class Variant(NamedTuple):
+    """How fp4 keys are scored. `chains` 0: exact bf16 products, else gluon_e4m3.py's accumulators."""
+
+    chains: int
+    rows: int  # of a program of the prefill kernel
+    prefill_registers: int | None
+    decode_registers: int
+    resident: int  # CTAs of the decode kernel an SM, by those registers
+
+
+VARIANTS = MappingProxyType({
+    "bf16": Variant(0, GROUP_ROWS, None, 128, 4),
+    "e4m3": Variant(1, GROUP_ROWS, None, 64, 8),
+    "e4m3_pairs": Variant(2, 4, 168, 80, 6),
+    "e4m3_exact": Variant(4, 4, None, 96, 5),
+})  # fmt: skip
 
 
 def why_not(hardware: object, record: str | None) -> str | None:
@@ -192,15 +214,17 @@ def score(
     scores: Tensor,
     record: str,
     block: int,
+    variant: str = "bf16",
 ) -> None:
-    """scores [t, width] of every column below a row's length; what lies beyond is not defined."""
+    """scores [t, width] of every column below a row's length; what lies beyond is not defined. `variant`: of
+    the released shape's kernels; all but bf16 take quantised queries only."""
     q, weights = q.contiguous(), weights.contiguous()
     num_rows, heads, dim = q.shape
     listed = rows.row_request if candidates is None else candidates  # a pointer that is not read
     listed_stride = 0 if candidates is None else candidates.stride(0)
     states = rows.page_states
     if (heads, dim, record) == (32, 128, "mxfp4_68") and q.is_cuda and keys.stride(0) % 16 == 0:
-        score_fp4(q, weights, keys, rows, lengths, listed, listed_stride, scores, block)
+        score_fp4(q, weights, keys, rows, lengths, listed, listed_stride, scores, block, VARIANTS[variant])
         return
     data, scale = records.regions(record, states, dim, 0)
     plain = record == "rows_bf16"
@@ -225,30 +249,35 @@ def score_fp4(
     listed_stride: int,
     scores: Tensor,
     block: int,
+    variant: Variant,
 ) -> None:
-    from dsv41.ops.indexing import gluon_scores
+    from dsv41.ops.indexing import gluon_e4m3, gluon_scores
 
+    source = gluon_e4m3 if variant.chains else gluon_scores
+    chains = {"CHAINS": variant.chains} if variant.chains else {}
+    registers = {"maxnreg": variant.prefill_registers} if variant.prefill_registers else {}
     num_rows, tiles = q.shape[0], scores.shape[1] // 64
     words, table, processors = keys.view(torch.int32), rows.table, _processors(q.device)
     grouped = num_rows > FEW_ROWS and not block
-    groups = triton.cdiv(num_rows, GROUP_ROWS)
-    waves = 8 if tiles >= 8192 else 4  # CTAs an SM, 4 of them at a time: two rounds even out the longest rows
+    waves = variant.resident  # CTAs an SM, so many at a time: two rounds even out the longest rows
+    waves *= 2 if tiles >= 8192 else 1
     loop = tiles * num_rows > waves * processors
     splits = max(2 if grouped else 1, waves * processors // num_rows)  # no CTA left for a round of its own
     splits = min(splits, triton.cdiv(tiles, 2)) if loop else tiles
-    gluon_scores.decode_kernel[(splits, num_rows)](
+    source.decode_kernel[(splits, num_rows)](
         words, keys, table, listed, rows.row_request, lengths, q, weights, scores,
         num_rows, table.stride(0), listed_stride, scores.stride(0),
         keys.stride(0), rows.page_states, block, grouped, loop,
-        num_warps=4, maxnreg=128,
+        num_warps=4, maxnreg=variant.decode_registers, **chains,
     )  # fmt: skip
     if grouped:
-        splits = max(1, min(triton.cdiv(tiles, 8), triton.cdiv(4 * processors, groups)))
-        gluon_scores.prefill_kernel[(groups, splits)](
+        parts = triton.cdiv(num_rows, GROUP_ROWS) * (GROUP_ROWS // variant.rows)
+        splits = max(1, min(triton.cdiv(tiles, 8), triton.cdiv(4 * processors, parts)))
+        source.prefill_kernel[(parts, splits)](
             words, keys, table, rows.row_request, rows.num_states, q, weights, scores,
             num_rows, table.stride(0), scores.stride(0),
-            keys.stride(0), rows.page_states, GROUP_ROWS,
-            num_warps=4,
+            keys.stride(0), rows.page_states, variant.rows,
+            num_warps=4, **registers, **chains,
         )  # fmt: skip
 
 
