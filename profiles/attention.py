@@ -144,7 +144,8 @@ def measure(
     floor = max(num_bytes / roof["read_TB_s"], flops / roof["bf16_TFLOP_s"]) / 1e6
     return {
         "rows": rows, "window_record": window_record, "state_record": state_record, "impl": impl,
-        "variant": variant, "deterministic": deterministic, "us": round(median, 2), "worst_us": round(worst, 2), "error": off,
+        "variant": variant, "deterministic": deterministic,
+        "us": round(median, 2), "worst_us": round(worst, 2), "error": off,
         "bytes": num_bytes, "flops": flops, "TB_s": round(num_bytes / median / 1e6, 3),
         "TFLOP_s": round(flops / median / 1e6, 1), "roof_percent": round(100 * floor / median, 1),
         "must_us": MUST.get(rows), "aim_us": AIM.get(rows),
