@@ -117,7 +117,7 @@ def problem(rows: int, window_record: str, state_record: str, deterministic: boo
 def attend(args: list, impl: str, variant: str) -> Tensor:
     if variant == "default":
         return sparse_attention(*args, impl)
-    return gluon.sparse_attention(*args, variant)
+    return gluon.attend(*args, variant)
 
 
 def error(args: list, impl: str, variant: str) -> float:

@@ -288,7 +288,7 @@ def test_views(rows: int) -> None:
 def test_variant_changes_no_bit(rows: int) -> None:
     """The same products in the same order, whoever decodes the keys and however wide a product is."""
     args = arguments(TRAINED, rows, 64, deterministic=True)
-    got = kernel.sparse_attention(*args, "four_warps")
+    got = kernel.attend(*args, "four_warps")
     assert torch.equal(got, check(args))
 
 

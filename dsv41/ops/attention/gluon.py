@@ -618,6 +618,16 @@ def _page_bytes(record: str, cache: Tensor, page_states: int) -> int:
 
 
 def sparse_attention(
+    q: Tensor, window: Tensor, window_slots: Tensor, window_record: str, window_page: int, states: Tensor,
+    state_slots: Tensor, state_record: str, state_page: int, sink: Tensor, rope_dim: int, deterministic: bool,
+) -> Tensor:  # fmt: skip
+    return attend(
+        q, window, window_slots, window_record, window_page, states, state_slots, state_record, state_page,
+        sink, rope_dim, deterministic,
+    )  # fmt: skip
+
+
+def attend(
     q: Tensor,
     window: Tensor,
     window_slots: Tensor,
@@ -632,6 +642,7 @@ def sparse_attention(
     deterministic: bool,
     variant: str = "default",
 ) -> Tensor:
+    """`sparse_attention` by one of `VARIANTS`."""
     q = q[:, : sink.shape[0]]
     rows, heads, dim = q.shape
     assert heads == sink.shape[0], f"{sink.shape[0]} sinks for {heads} heads"
