@@ -17,10 +17,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from timing import product_rate, read_bandwidth, time_us
 from torch import Tensor
 
 from dsv41.ops import records
@@ -31,35 +31,6 @@ HEADS, DIM, ROPE, WINDOW, SELECTED, PAGE = 64, 512, 64, 128, 512, 64
 MUST = {1: 12.5, 8: 15.0, 32: 25.0, 128: 40.0, 512: 150.0, 4096: 1000.0}  # us, spec/performance.md section 4
 AIM = {1: 8.0, 8: 10.0, 32: 18.0, 128: 33.0, 512: 120.0, 4096: 650.0}
 TOLERANCE = 4e-3
-
-
-def graph_us(calls: list[Callable[[], object]], replays: int = 15) -> tuple[float, float]:
-    """(median, worst) microseconds of one call in a replayed graph of all of them."""
-    for call in calls[:4]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    samples = []
-    for _ in range(replays + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        samples.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(samples[2:]), max(samples[2:])
-
-
-def roofs() -> dict[str, float]:
-    """Read bandwidth in TB/s (an fp32 sum over 4 GB) and the bf16 matmul rate in TFLOP/s (8192^3)."""
-    data = torch.ones(1 << 30, device="cuda")
-    read = graph_us([lambda: data.sum()] * 2, 5)[0]
-    a, b = (torch.randn(8192, 8192, device="cuda").to(torch.bfloat16) for _ in range(2))
-    product = graph_us([lambda: a @ b] * 4, 5)[0]
-    return {"read_TB_s": data.nbytes / read / 1e6, "bf16_TFLOP_s": 2 * 8192**3 / product / 1e6}
 
 
 def pool(record: str, num_states: int) -> Tensor:
@@ -137,7 +108,8 @@ def measure(
     if not off <= TOLERANCE:
         raise SystemExit(f"{rows} rows are {off:.2e} off the reference: no numbers")
     number = 20 if rows <= 128 else 4
-    median, worst = graph_us([lambda a=sets[n % 4]: attend(a, impl, variant) for n in range(number)])
+    times = time_us([lambda a=a: attend(a, impl, variant) for a in sets], number, 15, warm=2)
+    median, worst = statistics.median(times), times[-1]
     state_bytes = [records.state_bytes(record, DIM, ROPE) for record in (window_record, state_record)]
     num_bytes = rows * (WINDOW * state_bytes[0] + SELECTED * state_bytes[1] + 2 * 2 * HEADS * DIM)
     flops = 4 * rows * HEADS * DIM * (WINDOW + SELECTED)
@@ -164,7 +136,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    roof = roofs()
+    roof = {"read_TB_s": read_bandwidth() / 1e12, "bf16_TFLOP_s": product_rate() / 1e12}
     pair = arguments.records.split(",")
     table = [
         measure(int(rows), *pair, arguments.deterministic, arguments.impl, roof, variant)

@@ -12,12 +12,11 @@ Synthetic: random ids and values, one row in eight an image's.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from timing import Call, copy_bandwidth, device, of_roof, report, sets_beyond_l2, spread, time_us
 from torch import Tensor
 
 from dsv41.config import engram_primes
@@ -26,38 +25,7 @@ from dsv41.ops.engram.op import engram_hash, engram_lookup, engram_write
 COPIES, DIM, EPS, IMPL = 4, 5120, 1e-20, "triton"
 BACK, HEADS, CHANNELS, VOCAB = 3, 8, 256, 129280
 COLUMNS = BACK * HEADS
-L2_BYTES = 60 << 20
 TABLE_ROWS = {"lookup": 8 << 20, "lookup host": 1 << 20}
-Call = Callable[[], object]
-
-
-def time_us(calls: list[Call], launches: int, samples: int = 21) -> list[float]:
-    """Microseconds of one launch: `launches` of them in a graph, taken from `calls` in turn."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(launches):
-            calls[index % len(calls)]()
-    graph.replay()
-    times = []
-    for _ in range(samples):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / launches)
-    return times
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by an elementwise kernel over 2 GiB."""
-    source = torch.randint(0, 255, (1 << 29,), dtype=torch.int32, device="cuda")
-    target = torch.empty_like(source)
-    size = 2 * source.numel() * source.element_size()
-    return size / statistics.median(time_us([lambda: torch.neg(source, out=target)], 4)) * 1e6
 
 
 def ids(limit: int, *shape: int) -> Tensor:
@@ -93,7 +61,7 @@ def looking_up(case: str, rows: int) -> tuple[list[Call], int]:
 
 def writing(rows: int) -> tuple[list[Call], int]:
     size = 2 * rows * DIM * (2 * COPIES + COPIES + 1) + 2 * 2 * COPIES * DIM + rows
-    sets = 1 if size < 1 << 20 else 1 + min(64, 2 * L2_BYTES // size)
+    sets = 1 if size < 1 << 20 else sets_beyond_l2(size)
     query, key, image = bf16(COPIES, DIM), bf16(COPIES, DIM), ids(8, rows) == 0
 
     def call() -> Call:
@@ -117,28 +85,22 @@ CASES: dict[str, Callable[[int], tuple[list[Call], int]]] = {
 
 def measure(cases: list[str], row_counts: list[int]) -> Iterator[dict[str, object]]:
     bandwidth = copy_bandwidth()
-    yield {
-        "copy_tb_s": bandwidth / 1e12,
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-    }
+    yield {"copy_tb_s": bandwidth / 1e12, **device()}
     for case in cases:
         for rows in row_counts:
             calls, size = CASES[case](rows)
             launches = max(len(calls), 8 if rows >= 1024 else 64)
-            times = sorted(time_us(calls, launches, 7 if case == "lookup host" else 21))
-            median = statistics.median(times)
-            yield {
-                "case": case,
-                "rows": rows,
-                "us": median,
-                "us_p10": times[len(times) // 10],
-                "us_p90": times[-1 - len(times) // 10],
-                "bytes": size,
-                "roof_us": size / bandwidth * 1e6,
-                "percent_of_roof": 100 * size / bandwidth * 1e6 / median,
-                "samples_us": times,
-            }
+            found = spread(time_us(calls, launches, 7 if case == "lookup host" else 21))
+            yield {"case": case, "rows": rows, **found, **of_roof(found["us"], size, bandwidth)}
+
+
+def card(result: dict) -> str:
+    if "case" not in result:
+        return f"{result['gpu']}: copy {result['copy_tb_s']:.2f} TB/s"
+    return (
+        f"{result['case']:12s} {result['rows']:5d} rows {result['us']:8.2f} us"
+        f"  {result['bytes'] / 1e6:9.3f} MB  {result['percent_of_roof']:5.1f} % of the roof"
+    )
 
 
 def main() -> None:
@@ -149,18 +111,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--output", type=Path, help="one JSON object a line")
     arguments = parser.parse_args()
-    lines = []
-    for result in measure(arguments.cases, arguments.rows):
-        lines.append(json.dumps(result))
-        if "case" in result:
-            print(
-                f"{result['case']:12s} {result['rows']:5d} rows {result['us']:8.2f} us"
-                f"  {result['bytes'] / 1e6:9.3f} MB  {result['percent_of_roof']:5.1f} % of the roof"
-            )
-        else:
-            print(f"{result['gpu']}: copy {result['copy_tb_s']:.2f} TB/s")
-    if arguments.output:
-        arguments.output.write_text("\n".join(lines) + "\n")
+    report(measure(arguments.cases, arguments.rows), card, arguments.output)
 
 
 if __name__ == "__main__":

@@ -12,52 +12,21 @@ timed in the same run, `floor` a launch that does nothing. Synthetic: random val
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from timing import Call, copy_bandwidth, device, of_roof, report, sets_beyond_l2, spread, time_us
 from torch import Tensor
 
 from dsv41.ops.hyper.op import hyper_coefficients, hyper_collapse, hyper_expand, hyper_update
 
 COPIES, DIM, SWEEPS, HYPER_EPS, EPS = 4, 5120, 20, 1e-6, 1e-20
 MIXES = (2 + COPIES) * COPIES
-L2_BYTES = 60 << 20
 FN_BYTES = 4 * MIXES * COPIES * DIM
 NUM_FN = 64
 IMPL = "triton"
-Call = Callable[[], object]
-
-
-def time_us(calls: list[Call], launches: int, samples: int = 21) -> list[float]:
-    """Microseconds of one call: `launches` of them in a graph, taken from `calls` in turn."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(launches):
-            calls[index % len(calls)]()
-    graph.replay()
-    times = []
-    for _ in range(samples):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / launches)
-    return times
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by an elementwise kernel over 2 GiB."""
-    source = torch.randint(0, 255, (1 << 29,), dtype=torch.int32, device="cuda")
-    target = torch.empty_like(source)
-    size = 2 * source.numel() * source.element_size()
-    return size / statistics.median(time_us([lambda: torch.neg(source, out=target)], 4)) * 1e6
 
 
 def launch_floor() -> float:
@@ -87,7 +56,7 @@ def calls_of(case: str, rows: int, fns: list[Tensor]) -> tuple[list[Call], int]:
     }
     moved["sub-layer"] = moved["coefficients"] + moved["update"]
     size, used = moved[case], moved[case] - (FN_BYTES if case in ("coefficients", "sub-layer") else 0)
-    sets = 1 if used < 1 << 20 else 1 + min(64, 2 * L2_BYTES // used)
+    sets = 1 if used < 1 << 20 else sets_beyond_l2(used)
     inputs = [one_set(rows) for _ in range(sets)]
     base, scale = torch.randn(MIXES, device="cuda"), torch.ones(3, device="cuda")
     norm = bf16(DIM)
@@ -124,25 +93,23 @@ CASES = ("coefficients", "collapse", "expand", "update", "sub-layer")
 
 def measure(cases: list[str], row_counts: list[int]) -> Iterator[dict[str, object]]:
     bandwidth, floor = copy_bandwidth(), launch_floor()
-    device = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    yield {"copy_tb_s": bandwidth / 1e12, "launch_floor_us": floor, **device}
+    yield {"copy_tb_s": bandwidth / 1e12, "launch_floor_us": floor, **device()}
     fns = weights()
     for case in cases:
         for rows in row_counts:
             calls, size = calls_of(case, rows, fns)
-            times = sorted(time_us(calls, 8 if rows >= 1024 else max(64, len(calls))))
-            median = statistics.median(times)
-            yield {
-                "case": case,
-                "rows": rows,
-                "us": median,
-                "us_p10": times[len(times) // 10],
-                "us_p90": times[-1 - len(times) // 10],
-                "bytes": size,
-                "roof_us": size / bandwidth * 1e6,
-                "percent_of_roof": 100 * size / bandwidth * 1e6 / median,
-                "samples_us": times,
-            }
+            found = spread(time_us(calls, 8 if rows >= 1024 else max(64, len(calls))))
+            yield {"case": case, "rows": rows, **found, **of_roof(found["us"], size, bandwidth)}
+
+
+def card(result: dict) -> str:
+    if "case" not in result:
+        copy, floor = result["copy_tb_s"], result["launch_floor_us"]
+        return f"{result['gpu']}: copy {copy:.2f} TB/s, empty launch {floor:.2f} us"
+    return (
+        f"{result['case']:14s} {result['rows']:5d} rows {result['us']:8.2f} us"
+        f"  {result['bytes'] / 1e6:9.3f} MB  {result['percent_of_roof']:5.1f} % of the roof"
+    )
 
 
 def main() -> None:
@@ -153,21 +120,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--output", type=Path, help="one JSON object a line")
     arguments = parser.parse_args()
-    lines = []
-    for result in measure(arguments.cases, arguments.rows):
-        lines.append(json.dumps(result))
-        if "case" in result:
-            print(
-                f"{result['case']:14s} {result['rows']:5d} rows {result['us']:8.2f} us"
-                f"  {result['bytes'] / 1e6:9.3f} MB  {result['percent_of_roof']:5.1f} % of the roof"
-            )
-        else:
-            print(
-                f"{result['gpu']}: copy {result['copy_tb_s']:.2f} TB/s,"
-                f" empty launch {result['launch_floor_us']:.2f} us"
-            )
-    if arguments.output:
-        arguments.output.write_text("\n".join(lines) + "\n")
+    report(measure(arguments.cases, arguments.rows), card, arguments.output)
 
 
 if __name__ == "__main__":

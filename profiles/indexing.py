@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from timing import Call, device, product_rate, read_bandwidth, time_us
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dsv41.ops import records
@@ -31,39 +32,12 @@ from dsv41.ops.indexing.op import select, top_k
 S, HEADS, DIM, K, RECORD = 64, 32, 128, 512, "mxfp4_68"
 PAGE = 68 * S
 COLD_BYTES = 320 << 20
-Call = Callable[[], object]
 
 
 def replay(calls: Sequence[Call], repeats: int = 25) -> float:
     """Median microseconds of one call in a graph of all of them, at least 20 calls long."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    inner = max(1, 20 // len(calls))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(inner):
-            for call in calls:
-                call()
-    samples = []
-    for number in range(repeats + 3):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        if number >= 3:
-            samples.append(start.elapsed_time(stop) * 1e3 / (len(calls) * inner))
-    return statistics.median(samples)
-
-
-def ceilings() -> tuple[float, float]:
-    """(bytes read a microsecond by a streaming sum, bf16 flops a microsecond of an 8192^3 product)"""
-    data = torch.ones(1 << 30, dtype=torch.float32, device="cuda")
-    read = data.numel() * 4 / replay([lambda: data.amax()], 5)
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    out = torch.empty_like(a)
-    return read, 2 * 8192**3 / replay([lambda: torch.mm(a, b, out=out)], 5)
+    launches = len(calls) * max(1, 20 // len(calls))
+    return statistics.median(time_us(calls, launches, repeats, warm=3))
 
 
 def random_queries(num_rows: int) -> torch.Tensor:
@@ -234,8 +208,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
-    read, flops = ceilings()
-    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "read_TBs": read / 1e6}
+    read, flops = read_bandwidth() / 1e6, product_rate() / 1e6  # a microsecond
+    about = {**device(), "read_TBs": read / 1e6}
     about |= {"bf16_TFLOPs": flops / 1e6}
     print(about, flush=True)
     variants = [*kernels.VARIANTS] if args.variant == "all" else args.variant.split(",")

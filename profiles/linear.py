@@ -15,20 +15,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from timing import Call, device, of_roof, read_bandwidth, report, sets_beyond_l2, time_us
 from torch import Tensor
 
 from dsv41.ops.library import implementation
 from dsv41.ops.linear.op import grouped_output, linear, linear_fp8
 
-L2_BYTES = 60 << 20
 HEADS, DIM, ROPE, GROUPS = 64, 512, 64, 8
-Call = Callable[[], object]
 # name: (kind, N, K, must and aim at one row, must at eight), us
 CASES = {
     "wq_a+wkv": ("fp8", 1792, 5120, (5.0, 3.2, 5.7)),
@@ -43,33 +41,6 @@ CASES = {
     "index key": ("bf16", 128, 512, None),
     "head": ("bf16", 129280, 5120, None),
 }
-
-
-def time_us(calls: list[Call], launches: int, samples: int = 15) -> list[float]:
-    """Microseconds of one launch: `launches` of them in a graph, taken from `calls` in turn."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(launches):
-            calls[index % len(calls)]()
-    graph.replay()
-    times = []
-    for _ in range(samples):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / launches)
-    return times
-
-
-def read_bandwidth() -> float:
-    """Bytes a second of a sum over 4 GiB."""
-    source = torch.ones(1 << 30, dtype=torch.float32, device="cuda")
-    return source.numel() * 4 / statistics.median(time_us([lambda: source.sum()], 3)) * 1e6
 
 
 def bf16(*shape: int) -> Tensor:
@@ -111,15 +82,15 @@ def blas(kind: str, n: int, k: int, rows: int) -> Call:
 
 def repeated(make: Callable[[], Call], weight_bytes: int, rows: int) -> float:
     """Median microseconds over as many weights as the L2 cache cannot hold."""
-    sets = 1 + min(40, 2 * L2_BYTES // weight_bytes) if weight_bytes >= 1 << 20 else 1
+    sets = sets_beyond_l2(weight_bytes, 40) if weight_bytes >= 1 << 20 else 1
     calls = [make() for _ in range(sets)]
-    return statistics.median(time_us(calls, max(2 * sets, 4 if rows >= 1024 else 16)))
+    return statistics.median(time_us(calls, max(2 * sets, 4 if rows >= 1024 else 16), 15))
 
 
 def measure(names: list[str], row_counts: list[int], deterministic: bool, with_blas: bool) -> Iterator[dict]:
     kernel = implementation("linear", "gluon")
     bandwidth = read_bandwidth()
-    yield {"read_tb_s": bandwidth / 1e12, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    yield {"read_tb_s": bandwidth / 1e12, **device()}
     for name in names:
         kind, n, k, targets = CASES[name]
         groups = GROUPS if kind == "grouped" else 1
@@ -131,9 +102,7 @@ def measure(names: list[str], row_counts: list[int], deterministic: bool, with_b
                 "case": name,
                 "rows": rows,
                 "us": us,
-                "bytes": size,
-                "tb_s": size / us / 1e6,
-                "percent_of_roof": 100 * size / bandwidth * 1e6 / us,
+                **of_roof(us, size, bandwidth),
                 "tflop_s": 2 * rows * n * k / us / 1e6,
                 "deterministic": deterministic,
             }
@@ -181,12 +150,8 @@ def main() -> None:
         if not isinstance(getattr(kernel, name, None), int):
             parser.error(f"--set: the implementation has no constant {name}")
         setattr(kernel, name, type(getattr(kernel, name))(int(value)))
-    lines = []
-    for result in measure(arguments.cases, arguments.rows, arguments.deterministic, not arguments.no_blas):
-        lines.append(json.dumps(result))
-        print(card(result), flush=True)
-    if arguments.output:
-        arguments.output.write_text("\n".join(lines) + "\n")
+    results = measure(arguments.cases, arguments.rows, arguments.deterministic, not arguments.no_blas)
+    report(results, card, arguments.output)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,12 @@ few-row kernels. Synthetic: random weights, uniform routing. Before timing, the 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from timing import Call, device, of_roof, read_bandwidth, report, spread, time_us
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -44,34 +43,6 @@ TARGETS = {
     1024: (1400, 1050),
     4096: (4200, 2800),
 }
-Call = Callable[[], object]
-
-
-def time_us(calls: list[Call], launches: int, samples: int = 11) -> list[float]:
-    """Microseconds of one call: `launches` of them in a graph, taken from `calls` in turn."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(launches):
-            calls[index % len(calls)]()
-    graph.replay()
-    times = []
-    for _ in range(samples):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / launches)
-    return sorted(times)
-
-
-def read_bandwidth() -> float:
-    """Bytes read per second by a reduction over 4 GiB."""
-    source = torch.ones(1 << 30, dtype=torch.float32, device="cuda")
-    return source.numel() * 4 / statistics.median(time_us([lambda: source.amax()], 4)) * 1e6
 
 
 class Layer:
@@ -154,8 +125,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
     layer, bandwidth = Layer(), read_bandwidth()
     apart = 0.0 if arguments.unchecked else agreement(layer)
     yield {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "read_tb_s": bandwidth / 1e12,
-        "few_from_many": apart, "synthetic": "random weights, uniform routing",
+        **device(), "read_tb_s": bandwidth / 1e12, "few_from_many": apart,
+        "synthetic": "random weights, uniform routing",
     }  # fmt: skip
     if not apart < 2e-2:
         raise SystemExit(f"the few-row and many-row paths are {apart:.2e} apart: nothing is timed")
@@ -166,24 +137,19 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
             sets = 16 if rows == 1 else 4 if rows <= 16 else 2
             built = [build(case, layer, rows, arguments) for _ in range(sets)]
             launches = {1: 64, 8: 32}.get(rows, 16 if rows < 1024 else 4)
-            times = time_us([call for call, _ in built], launches)
-            us, size = statistics.median(times), sum(size for _, size in built) / sets
+            found = spread(time_us([call for call, _ in built], launches, 11))
+            us, size = found["us"], sum(size for _, size in built) / sets
             must, aim = TARGETS.get(rows, (None, None)) if case == "routed" else (None, None)
             yield {
-                "case": case, "rows": rows, "plan": arguments.plan, "us": us, "us_p10": times[1],
-                "us_p90": times[-2], "bytes": size, "tb_s": size / us / 1e6,
-                "percent_of_roof": 100 * size / bandwidth * 1e6 / us, "must_us": must, "aim_us": aim,
-                "tflop_s": 6 * rows * TOP_K * HIDDEN * WIDTH / us / 1e6, "samples_us": times,
+                "case": case, "rows": rows, "plan": arguments.plan, **found, **of_roof(us, size, bandwidth),
+                "must_us": must, "aim_us": aim, "tflop_s": 6 * rows * TOP_K * HIDDEN * WIDTH / us / 1e6,
             }  # fmt: skip
 
 
-def show(result: dict[str, object]) -> None:
+def card(result: dict) -> str:
     if "case" not in result:
-        print(
-            f"{result['gpu']}: read {result['read_tb_s']:.2f} TB/s;"
-            f" few and many rows {result['few_from_many']:.1e} apart"
-        )
-        return
+        apart = f"few and many rows {result['few_from_many']:.1e} apart"
+        return f"{result['gpu']}: read {result['read_tb_s']:.2f} TB/s; {apart}"
     line = f"{result['case']:14s} {result['rows']:5d} rows {result['us']:9.2f} us {result['us_p90']:9.2f} p90"
     if result["case"] in ("gate_up", "down", "few", "many", "routed", "experts"):
         line += f"  {result['tb_s']:5.2f} TB/s {result['percent_of_roof']:5.1f} % of the roof"
@@ -191,7 +157,7 @@ def show(result: dict[str, object]) -> None:
         line += f"  {result['tflop_s']:5.0f} TFLOP/s"
     if result["must_us"]:
         line += f"  must {result['must_us']}, aim {result['aim_us']}"
-    print(line, flush=True)
+    return line
 
 
 def main() -> None:
@@ -209,12 +175,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, help="one JSON object a line")
     arguments = parser.parse_args()
-    lines = []
-    for result in measure(arguments):
-        lines.append(json.dumps(result))
-        show(result)
-    if arguments.output:
-        arguments.output.write_text("\n".join(lines) + "\n")
+    report(measure(arguments), card, arguments.output)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ not included. `whole` is `run_many`: quantised rows, gate and up, down.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from timing import copy_bandwidth, device, product_rate, report, spread, time_us
 from torch import Tensor
 
 from dsv41.ops.moe import gluon_many
@@ -36,43 +36,6 @@ VARIANTS = {  # of gluon_many.multiply, beside its defaults
     "three_stages": {"ring": 3},
 }
 FIRST = ("default", "arrive", "wide", "wide_arrive", "no_prefetch")
-Call = Callable[[], object]
-
-
-def time_us(calls: list[Call], launches: int, samples: int = 11) -> list[float]:
-    """Microseconds of one launch: `launches` of them in a graph, taken from `calls` in turn."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(launches):
-            calls[index % len(calls)]()
-    graph.replay()
-    times = []
-    for _ in range(samples):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / launches)
-    return times
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by an elementwise kernel over 2 GiB."""
-    source = torch.randint(0, 255, (1 << 28,), dtype=torch.int32, device="cuda")
-    target = torch.empty_like(source)
-    size = 2 * source.numel() * source.element_size()
-    return size / statistics.median(time_us([lambda: torch.neg(source, out=target)], 4)) * 1e6
-
-
-def product_rate() -> float:
-    """Flops per second of a bf16 product of 8192^3."""
-    a, b = (torch.randn((8192, 8192), device="cuda").bfloat16() for _ in range(2))
-    out = torch.empty_like(a)
-    return 2 * 8192**3 / statistics.median(time_us([lambda: torch.mm(a, b, out=out)], 4)) * 1e6
 
 
 def weights() -> tuple[Tensor, ...]:
@@ -151,9 +114,8 @@ def cost(case: str, rows: int, slots: list[int]) -> tuple[float, float, float]:
 
 
 def measure(cases: list[str], variants: list[str], row_counts: list[int]) -> Iterator[dict[str, object]]:
-    bandwidth, rate = copy_bandwidth(), product_rate()
-    device = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    yield {"copy_tb_s": bandwidth / 1e12, "product_tflops": rate / 1e12, **device}
+    bandwidth, rate = copy_bandwidth(1 << 28), product_rate()
+    yield {"copy_tb_s": bandwidth / 1e12, "product_tflops": rate / 1e12, **device()}
     layer = weights()
     for rows in row_counts:
         draws = [draw(rows) for _ in range(2)]
@@ -162,8 +124,8 @@ def measure(cases: list[str], variants: list[str], row_counts: list[int]) -> Ite
                 if case == "quantise" and variant != variants[0]:
                     continue
                 calls = [call(case, VARIANTS[variant], layer, *own[:3]) for own in draws]
-                times = sorted(time_us(calls, 4 if rows >= 1024 else 8))
-                median = statistics.median(times)
+                found = spread(time_us(calls, 4 if rows >= 1024 else 8, 11))
+                median = found["us"]
                 flops, padded, size = (
                     statistics.mean(column)
                     for column in zip(*(cost(case, rows, own[3]) for own in draws), strict=True)
@@ -173,9 +135,7 @@ def measure(cases: list[str], variants: list[str], row_counts: list[int]) -> Ite
                     "case": case,
                     "variant": variant,
                     "rows": rows,
-                    "us": median,
-                    "us_p10": times[len(times) // 10],
-                    "us_p90": times[-1 - len(times) // 10],
+                    **found,
                     "tflops": flops / median / 1e6,
                     "padded_tflops": padded / median / 1e6,
                     "bytes": size,
@@ -183,8 +143,18 @@ def measure(cases: list[str], variants: list[str], row_counts: list[int]) -> Ite
                     "roof_us": roof,
                     "percent_of_roof": 100 * roof / median,
                     "slots": statistics.mean(len(own[3]) for own in draws),
-                    "samples_us": times,
                 }
+
+
+def card(result: dict) -> str:
+    if "case" not in result:
+        copy, product = result["copy_tb_s"], result["product_tflops"]
+        return f"{result['gpu']}: copy {copy:.2f} TB/s, bf16 product {product:.0f} TF"
+    return (
+        f"{result['case']:9s} {result['variant']:12s} {result['rows']:5d} rows {result['us']:9.1f} us"
+        f"  {result['tflops']:6.1f} TF ({result['padded_tflops']:6.1f} padded)"
+        f" {result['tb_s']:5.2f} TB/s {result['percent_of_roof']:5.1f} % of the roof"
+    )
 
 
 def main() -> None:
@@ -197,25 +167,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(FIRST))
     parser.add_argument("--output", type=Path, help="one JSON object a line")
     arguments = parser.parse_args()
-    lines = []
-    for result in measure(arguments.cases, arguments.variants, arguments.rows):
-        lines.append(json.dumps(result))
-        if "case" in result:
-            print(
-                f"{result['case']:9s} {result['variant']:12s} {result['rows']:5d} rows {result['us']:9.1f} us"
-                f"  {result['tflops']:6.1f} TF ({result['padded_tflops']:6.1f} padded)"
-                f" {result['tb_s']:5.2f} TB/s"
-                f" {result['percent_of_roof']:5.1f} % of the roof",
-                flush=True,
-            )
-        else:
-            print(
-                f"{result['gpu']}: copy {result['copy_tb_s']:.2f} TB/s,"
-                f" bf16 product {result['product_tflops']:.0f} TF",
-                flush=True,
-            )
-    if arguments.output:
-        arguments.output.write_text("\n".join(lines) + "\n")
+    report(measure(arguments.cases, arguments.variants, arguments.rows), card, arguments.output)
 
 
 if __name__ == "__main__":

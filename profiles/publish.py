@@ -12,12 +12,12 @@ chunks from position 1 on, half of whose rows close a group.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from timing import Call, copy_bandwidth, device, of_roof, report, sets_beyond_l2, spread, time_us
 from torch import Tensor
 
 from dsv41.model.layout import OPEN_ROWS
@@ -26,37 +26,6 @@ from dsv41.ops.compression.op import compress
 from dsv41.ops.publish.op import publish_index_k, publish_states, publish_window
 
 ROPE, HEADS, DIM, INDEX_DIM, PAGE_STATES, EPS = 64, 64, 512, 128, 64, 1e-20
-L2_BYTES = 60 << 20
-Call = Callable[[], object]
-
-
-def time_us(calls: list[Call], launches: int, samples: int = 21) -> list[float]:
-    """Microseconds of one launch: `launches` of them in a graph, taken from `calls` in turn."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(launches):
-            calls[index % len(calls)]()
-    graph.replay()
-    times = []
-    for _ in range(samples):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / launches)
-    return times
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by an elementwise kernel over 2 GiB."""
-    source = torch.randint(0, 255, (1 << 29,), dtype=torch.int32, device="cuda")
-    target = torch.empty_like(source)
-    size = 2 * source.numel() * source.element_size()
-    return size / statistics.median(time_us([lambda: torch.neg(source, out=target)], 4)) * 1e6
 
 
 def launch_floor() -> float:
@@ -140,29 +109,32 @@ CASES = {
 
 def measure(names: list[str], row_counts: list[int]) -> Iterator[dict[str, object]]:
     bandwidth, floor = copy_bandwidth(), launch_floor()
-    device = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    yield {"copy_tb_s": bandwidth / 1e12, "launch_floor_us": floor, **device}
+    yield {"copy_tb_s": bandwidth / 1e12, "launch_floor_us": floor, **device()}
     for name in names:
         case = CASES[name]
         for rows in row_counts:
             build = compressing if isinstance(case[0], int) else publishing
             call, size = build(*case, rows)
-            sets = 1 if size < 1 << 20 else 1 + min(64, 2 * L2_BYTES // size)
+            sets = 1 if size < 1 << 20 else sets_beyond_l2(size)
             calls = [call, *(build(*case, rows)[0] for _ in range(sets - 1))]
-            times = sorted(time_us(calls, max(2 * sets, 4 if rows >= 4096 else 64)))
-            median = statistics.median(times)
+            found = spread(time_us(calls, max(2 * sets, 4 if rows >= 4096 else 64)))
             yield {
                 "case": name,
                 "rows": rows,
-                "us": median,
-                "us_p10": times[len(times) // 10],
-                "us_p90": times[-1 - len(times) // 10],
-                "bytes": size,
-                "roof_us": size / bandwidth * 1e6,
-                "percent_of_roof": 100 * size / bandwidth * 1e6 / median,
+                **found,
+                **of_roof(found["us"], size, bandwidth),
                 "input_sets": sets,
-                "samples_us": times,
             }
+
+
+def card(result: dict) -> str:
+    if "case" not in result:
+        copy, floor = result["copy_tb_s"], result["launch_floor_us"]
+        return f"{result['gpu']}: copy {copy:.2f} TB/s, empty launch {floor:.2f} us"
+    return (
+        f"{result['case']:28s} {result['rows']:5d} rows {result['us']:8.2f} us"
+        f"  {result['bytes'] / 1e6:9.3f} MB  {result['percent_of_roof']:5.1f} % of the roof"
+    )
 
 
 def main() -> None:
@@ -173,21 +145,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--output", type=Path, help="one JSON object a line")
     arguments = parser.parse_args()
-    lines = []
-    for result in measure(arguments.cases, arguments.rows):
-        lines.append(json.dumps(result))
-        if "case" in result:
-            print(
-                f"{result['case']:28s} {result['rows']:5d} rows {result['us']:8.2f} us"
-                f"  {result['bytes'] / 1e6:9.3f} MB  {result['percent_of_roof']:5.1f} % of the roof"
-            )
-        else:
-            print(
-                f"{result['gpu']}: copy {result['copy_tb_s']:.2f} TB/s,"
-                f" empty launch {result['launch_floor_us']:.2f} us"
-            )
-    if arguments.output:
-        arguments.output.write_text("\n".join(lines) + "\n")
+    report(measure(arguments.cases, arguments.rows), card, arguments.output)
 
 
 if __name__ == "__main__":
