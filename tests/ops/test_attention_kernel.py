@@ -8,13 +8,11 @@ rounding.
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from offline import compile_sm90
 from torch import Tensor
 
 from dsv41.hardware import Hardware
@@ -58,34 +56,13 @@ def on_gpu(test):
 @cache
 def compiled(window_record: str, state_record: str, few: bool, variant: str = "default") -> tuple[str, str]:
     """-> (SASS, resource usage) of the attention kernel, compiled for sm_90 without a GPU."""
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     constants = kernel.specialisation(window_record, 64, state_record, 64, few, variant=variant)
-    names = kernel._attend.arg_names
     element = {r: "*bf16" if r == "rows_bf16" else "*u8" for r in (window_record, state_record)}
     types = {"q": "*bf16", "out": "*bf16", "window": element[window_record], "states": element[state_record]}
     types |= dict.fromkeys(("window_slots", "state_slots"), "*i32")
     types |= dict.fromkeys(("sink", "part", "ml"), "*fp32") | {"softmax_scale": "fp32"}
-    types |= dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "i32") for name in names}
-    aligned = [n for n in names if signature[n][0] == "*" or n in ("q_row", "window_bytes", "state_bytes")]
-    source = GluonASTSource(
-        kernel._attend,
-        signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "attend.cubin"
-        path.write_bytes(binary.asm["cubin"])
-        sass, usage = (
-            subprocess.run([tools / tool, flag, path], capture_output=True, text=True, check=True).stdout
-            for tool, flag in (("nvdisasm", "-c"), ("cuobjdump", "-res-usage"))
-        )
-    return sass, usage
+    aligned = ("q_row", "window_bytes", "state_bytes")
+    return compile_sm90(kernel._attend, constants, types, aligned=aligned, num_warps=8)[:2]
 
 
 @pytest.mark.parametrize("few", [True, False], ids=["few", "many"])

@@ -11,10 +11,7 @@ Hash and lookup are exact. The write sums D products in another order in float32
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +24,7 @@ from interpreted import (  # noqa: F401
     repair_the_interpreter,
     run_interpreted,
 )
+from offline import compile_sm90
 from torch import Tensor
 
 from dsv41.config import engram_primes
@@ -418,37 +416,14 @@ COMPILED = {  # constants; warps; registers at most; loads of 8 or 16 bytes
 @cache
 def compiled(name: str) -> tuple[str, str]:
     """-> (SASS, resource usage) of a kernel, compiled for sm_90 without a GPU."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from dsv41.ops.engram import triton as module
 
     constants, warps, _, _ = COMPILED[name]
-    kernel = getattr(module, name)
     types = dict.fromkeys(("tokens", "lookback", "token_map", "multipliers", "primes", "offsets"), "*i64")
     types |= {"rows": "*i64", "out": "*i64" if name == "_hash" else "*bf16", "table": "*u8", "scale": "*u8"}
     types |= dict.fromkeys(("streams", "kv", "query", "key"), "*bf16") | {"is_image": "*u8", "eps": "fp32"}
-    types |= dict.fromkeys(constants, "constexpr")
-    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
-    aligned = [n for n, kind in signature.items() if kind[0] == "*" or n in ("streams_stride", "kv_stride")]
-    at = kernel.arg_names.index
-    source = ASTSource(
-        kernel,
-        signature,
-        constexprs={(at(argument),): value for argument, value in constants.items()},
-        attrs={(at(argument),): [["tt.divisibility", 16]] for argument in aligned},
-    )
-    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(binary.asm["cubin"])
-        sass, usage = (
-            subprocess.run([tools / tool, flag, path], capture_output=True, text=True, check=True).stdout
-            for tool, flag in (("nvdisasm", "-c"), ("cuobjdump", "-res-usage"))
-        )
-    return sass, usage
+    aligned = ("streams_stride", "kv_stride")
+    return compile_sm90(getattr(module, name), constants, types, aligned=aligned, num_warps=warps)[:2]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter cannot compile")

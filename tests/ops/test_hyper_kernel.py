@@ -15,10 +15,7 @@ a scale of up to 3.5, times 4.5 for the worst of 100,000, half of it in a coeffi
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +28,7 @@ from interpreted import (  # noqa: F401
     repair_the_interpreter,
     run_interpreted,
 )
+from offline import compile_sm90
 from torch import Tensor
 
 from dsv41.hardware import Hardware
@@ -312,41 +310,21 @@ COMPILED = {  # kernel, constants, warps; registers at most
 @cache
 def compiled(name: str) -> tuple[str, str, str]:
     """-> (SASS, resource usage, Triton's GPU IR) of a kernel, compiled for sm_90 without a GPU."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from dsv41.ops.hyper import triton as module
 
     function, constants, warps, _ = COMPILED[name]
     kernel = getattr(module, function)
     types = dict.fromkeys(("y", "streams", "norm", "out", "x"), "*bf16") | {"eps": "fp32", "norm_eps": "fp32"}
     floats = ("post", "comb", "pre", "fn", "partials", "base", "scale")
-    types |= dict.fromkeys(floats, "*fp32") | dict.fromkeys(constants, "constexpr")
-    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
-    aligned = [n for n, kind in signature.items() if kind[0] == "*" or n.endswith("_stride")]
-    at = kernel.arg_names.index
-    source = ASTSource(
-        kernel,
-        signature,
-        constexprs={(at(argument),): value for argument, value in constants.items()},
-        attrs={(at(argument),): [["tt.divisibility", 16]] for argument in aligned},
-    )
+    types |= dict.fromkeys(floats, "*fp32")
+    aligned = [name for name in kernel.arg_names if name.endswith("_stride")]
     fused = function in ("_collapse", "_expand")
     options = {
         "num_warps": warps,
         "num_stages": 2 if function == "_project" else 3,
         "enable_fp_fusion": fused,
     }
-    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(binary.asm["cubin"])
-        sass, usage = (
-            subprocess.run([tools / tool, flag, path], capture_output=True, text=True, check=True).stdout
-            for tool, flag in (("nvdisasm", "-c"), ("cuobjdump", "-res-usage"))
-        )
+    sass, usage, binary = compile_sm90(kernel, constants, types, aligned=aligned, **options)
     return sass, usage, binary.asm["ttgir"]
 
 

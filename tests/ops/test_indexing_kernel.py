@@ -12,9 +12,7 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,10 +21,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 import test_indexing as rules
-import triton as triton_package
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
+from offline import compile_sm90
 
 from dsv41.hardware import Hardware
 from dsv41.ops import records
@@ -39,7 +34,6 @@ interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in test_in_the_in
 compiler = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 needs_gpu = pytest.mark.skipif(not ON_HOPPER or INTERPRETED, reason="needs one SM90 GPU")
-TOOLS = Path(triton_package.__file__).parent / "backends/nvidia/bin"
 RECORDS = ("mxfp4_68", "fp8_132", "rows_bf16")
 NARROW = ("e4m3", "e4m3_pairs", "e4m3_exact")
 # Against float64, of a row's norm. Four chains are exact sums of 13 bits if the tensor core keeps 13; fewer
@@ -152,32 +146,12 @@ def test_interpreted_records(record: str) -> None:
 POINTERS = {"k32": "*i32", "k8": "*u8", "q": "*bf16", "w": "*bf16", "scores": "*fp32", "faulty": "*i1"}
 
 
-def compile_sm90(kernel, constants: dict[str, object], **options: object) -> tuple[dict[str, int], Counter]:
+def opcodes_of(kernel, constants: dict[str, object], **options: object) -> tuple[dict[str, int], Counter]:
     """-> (registers, stack bytes) and the opcodes of the compiled object"""
     names = kernel.arg_names
-    plain = {"num_rows": "i32", "chunk_cap": "i32"} | {n: "i32" for n in names if n.endswith("stride")}
-    signature = {
-        name: "constexpr" if name in constants else plain.get(name, POINTERS.get(name, "*i32"))
-        for name in names
-    }
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if signature[name].startswith("*") or name == "stride"
-    }
-    gluon = "gluon" in type(kernel).__name__.lower()
-    source = (GluonASTSource if gluon else ASTSource)(
-        fn=kernel, signature=signature, attrs=aligned,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-    )  # fmt: skip
-    code = triton_package.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code)
-        file.flush()
-        usage, text = (
-            subprocess.check_output([TOOLS / tool, option, file.name], text=True)
-            for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
-        )
+    integers = ("num_rows", "chunk_cap", *(name for name in names if name.endswith("stride")))
+    types = POINTERS | dict.fromkeys(integers, "i32")
+    text, usage, _ = compile_sm90(kernel, constants, types, other="*i32", aligned=("stride",), **options)
     resources = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", usage)}
     opcodes = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", text, re.M)
     return resources, Counter(opcodes)
@@ -194,7 +168,7 @@ def test_decode_kernel_compiles(states: int, block: int, mixed: int) -> None:
     from dsv41.ops.indexing.gluon_scores import decode_kernel
 
     constants = {"PAGE": 68 * states, "S": states, "BLOCK": block, "MIXED": bool(mixed), "LOOP": True}
-    resources, opcodes = compile_sm90(decode_kernel, constants, num_warps=4, maxnreg=128)
+    resources, opcodes = opcodes_of(decode_kernel, constants, num_warps=4, maxnreg=128)
     assert count(opcodes, "HGMMA") == 16
     assert count(opcodes, "LDG.E.128") >= 8
     assert resources["REG"] <= 128
@@ -206,7 +180,7 @@ def test_prefill_kernel_compiles() -> None:
     """Two CTAs an SM, no spill, A through stmatrix, the prologue's product and the loop's."""
     from dsv41.ops.indexing.gluon_scores import prefill_kernel
 
-    resources, opcodes = compile_sm90(prefill_kernel, {"PAGE": 4352, "S": 64, "R": 8}, num_warps=4)
+    resources, opcodes = opcodes_of(prefill_kernel, {"PAGE": 4352, "S": 64, "R": 8}, num_warps=4)
     assert count(opcodes, "HGMMA") == 16
     assert count(opcodes, "STSM") >= 8
     assert resources["REG"] <= 255
@@ -225,7 +199,7 @@ def test_e4m3_decode_kernel_compiles(variant: str, states: int, block: int, mixe
     assert chosen.decode_registers * 128 * chosen.resident <= 65536
     constants = {"PAGE": 68 * states, "S": states, "BLOCK": block, "MIXED": bool(mixed), "LOOP": True}
     constants["CHAINS"] = chosen.chains
-    resources, opcodes = compile_sm90(decode_kernel, constants, num_warps=4, maxnreg=chosen.decode_registers)
+    resources, opcodes = opcodes_of(decode_kernel, constants, num_warps=4, maxnreg=chosen.decode_registers)
     assert count(opcodes, "QGMMA") == 8
     assert count(opcodes, "HGMMA") == 0
     assert count(opcodes, "STS.128") >= 8
@@ -242,7 +216,7 @@ def test_e4m3_prefill_kernel_compiles(variant: str) -> None:
     chosen = kernels.VARIANTS[variant]
     constants = {"PAGE": 4352, "S": 64, "R": chosen.rows, "CHAINS": chosen.chains}
     limit = {"maxnreg": chosen.prefill_registers} if chosen.prefill_registers else {}
-    resources, opcodes = compile_sm90(prefill_kernel, constants, num_warps=4, **limit)
+    resources, opcodes = opcodes_of(prefill_kernel, constants, num_warps=4, **limit)
     assert count(opcodes, "QGMMA") == 4
     assert count(opcodes, "HGMMA") == 0
     assert resources["REG"] <= (chosen.prefill_registers or 255)
@@ -273,7 +247,7 @@ def test_row_kernel_compiles() -> None:
 
     constants = {"K": 512, "KP": 512, "W": 1024, "CAP": 4096, "DIRECT": 4096, "LONG": False, "FROM": 1}
     constants |= {"DROP": False, "BLOCK": 0, "S": 64, "REQUESTS": True, "FAULTS": True}
-    resources, opcodes = compile_sm90(row_kernel, constants, num_warps=4)
+    resources, opcodes = opcodes_of(row_kernel, constants, num_warps=4)
     assert resources["STACK"] == 0
     assert count(opcodes, "LDL", "STL") == 0
 

@@ -11,26 +11,24 @@ from __future__ import annotations
 
 import contextlib
 import re
-import subprocess
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-
-from dsv41.hardware import Hardware
-from dsv41.ops import records
-from dsv41.ops.arithmetic import rotate
-from dsv41.ops.linear import reference
-from tests.interpreted import (
+from interpreted import (
     DEVICE,
     INTERPRETED,
     interpreted,
     repair_the_interpreter,  # noqa: F401
     run_interpreted,
 )
+from offline import compile_sm90
+from torch import Tensor
+
+from dsv41.hardware import Hardware
+from dsv41.ops import records
+from dsv41.ops.arithmetic import rotate
+from dsv41.ops.linear import reference
 
 triton = pytest.importorskip("triton", reason="the kernels are written in Triton: needs the package triton")
 kernel = pytest.importorskip("dsv41.ops.linear.gluon")
@@ -391,33 +389,6 @@ def test_streamed_rows_and_added_splits() -> None:
 # --- The compiled object --------------------------------------------------------------------------
 
 
-def options_of(kernel_function, constants: dict, types: dict[str, str], options: dict, gluon: bool):
-    """-> (SASS, resource usage, shared bytes), compiled for sm_90 without a GPU."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    names = kernel_function.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    aligned = [name for name in names if signature[name][0] == "*" or name == "x_row"]
-    source = (GluonASTSource if gluon else ASTSource)(
-        kernel_function,
-        signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(binary.asm["cubin"])
-        sass, usage = (
-            subprocess.run([tools / tool, flag, path], capture_output=True, text=True, check=True).stdout
-            for tool, flag in (("nvdisasm", "-c"), ("cuobjdump", "-res-usage"))
-        )
-    return sass, usage, binary.metadata.shared
-
-
 @cache
 def compiled_skinny(n: int, k: int, groups: int, rows: int, deterministic: bool):
     from triton.experimental.gluon import language as gl
@@ -441,7 +412,8 @@ def compiled_skinny(n: int, k: int, groups: int, rows: int, deterministic: bool)
         "part": "*fp32",
     }
     options = {"num_warps": 4, "maxnreg": 128, "enable_fp_fusion": False}
-    return way, *options_of(skinny.skinny_kernel, constants, types, options, True)
+    sass, usage, binary = compile_sm90(skinny.skinny_kernel, constants, types, aligned=("x_row",), **options)
+    return way, sass, usage, binary.metadata.shared
 
 
 @compiles
@@ -486,13 +458,12 @@ def test_compiled_skinny_kernel(case: tuple[int, int, int, int, bool], registers
 def test_compiled_stream_kernel(block: int) -> None:
     constants = {"K": 5120, "STEPS": 40, "BN": 64, "BT": block, "BK": 128, "STAGES": 4 if block <= 32 else 3}
     types = {"x": "*bf16", "weight": "*bf16", "out": "*fp32"}
-    sass, _usage, shared = options_of(
-        stream_part.stream_kernel, constants, types, {"num_warps": 4, "num_stages": 3}, False
-    )
+    options = {"num_warps": 4, "num_stages": 3}
+    sass, _, binary = compile_sm90(stream_part.stream_kernel, constants, types, aligned=("x_row",), **options)
     assert sass.count(f"HGMMA.64x{block}x16.F32.BF16") >= 8
     assert "LDGSTS.E.BYPASS.LTC128B.128" in sass or "LDGSTS.E.BYPASS.128" in sass, "weights by cp.async"
     assert not re.findall(r"\b(?:STL|LDL)\b", sass), "spills"
-    assert shared <= 112 << 10, "two CTAs an SM"
+    assert binary.metadata.shared <= 112 << 10, "two CTAs an SM"
 
 
 @compiles
@@ -500,7 +471,7 @@ def test_compiled_stream_kernel(block: int) -> None:
 def test_compiled_dots_kernel(two: bool) -> None:
     constants = {"K": 5120, "TWO": two, "GROUP": dots.TWO_ROWS_TILES if two else dots.ONE_ROW_TILES}
     types = {"x": "*bf16", "weight": "*bf16", "out": "*fp32"}
-    sass, usage, _ = options_of(dots.dots_kernel, constants, types, {"num_warps": 4}, True)
+    sass, usage, _ = compile_sm90(dots.dots_kernel, constants, types, aligned=("x_row",), num_warps=4)
     early = sass[: sass.index("ACQBULK")].count("LDG.E.128")
     assert early == constants["GROUP"] * 4, "the weight is read before the wait for x, 16 bytes a lane"
     assert sass.count("LDG.E.128") == 50 + 10 * two

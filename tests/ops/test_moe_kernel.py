@@ -13,12 +13,9 @@ outside: the routing weight after the down product gives 3e-2, one scale or one 
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +27,7 @@ from interpreted import (  # noqa: F401
     repair_the_interpreter,
     run_interpreted,
 )
+from offline import compile_sm90
 from torch import Tensor
 
 import dsv41.ops.linear.op  # noqa: F401  (the shared expert's products)
@@ -589,8 +587,6 @@ def plan_of(rows: int):
 @cache
 def compiled(name: str, rows: int) -> tuple[str, str, int]:
     """-> (SASS, resource usage, bytes of shared memory) of a few-row kernel, compiled without a GPU."""
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import mangle_type
 
     from dsv41.ops.moe import gluon_few
@@ -599,8 +595,6 @@ def compiled(name: str, rows: int) -> tuple[str, str, int]:
     work = gluon_few.Work(plan_of(rows), 6, rows == 1, ())
     options = gluon_few._options(work, hidden, width)
     settings = {key: options.pop(key) for key in ("num_warps", "maxnreg", "launch_pdl")}
-    kernel = getattr(gluon_few, name)
-    names = kernel.arg_names
     weight = torch.empty((1, 64, hidden // 2), dtype=torch.uint8)
     codes = torch.empty((1, 4096), dtype=torch.uint8)
     boxes = (
@@ -609,23 +603,9 @@ def compiled(name: str, rows: int) -> tuple[str, str, int]:
     )
     types = dict(zip(("rows", "weight", "scale"), map(mangle_type, boxes), strict=True))
     types |= dict.fromkeys(("row_scales", "hidden_scales", "route_weights"), "*fp32")
-    types |= {"hidden": "*u8", "y": "*bf16", "limit": "fp32"} | dict.fromkeys(options, "constexpr")
-    signature = {key: types.get(key, "*i32") for key in names}
-    source = GluonASTSource(
-        kernel,
-        signature,
-        constexprs={(names.index(key),): value for key, value in options.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i, key in enumerate(names) if signature[key][0] == "*"},
-    )
-    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=settings)
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "few.cubin"
-        path.write_bytes(binary.asm["cubin"])
-        sass, usage = (
-            subprocess.run([tools / tool, flag, path], capture_output=True, text=True, check=True).stdout
-            for tool, flag in (("nvdisasm", "-c"), ("cuobjdump", "-res-usage"))
-        )
+    types |= {"hidden": "*u8", "y": "*bf16", "limit": "fp32"}
+    kernel = getattr(gluon_few, name)
+    sass, usage, binary = compile_sm90(kernel, options, types, other="*i32", **settings)
     return sass, usage, binary.metadata.shared
 
 

@@ -11,10 +11,7 @@ A wrong index map or a wrong bit of a code is an error of order 1.
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +24,7 @@ from interpreted import (  # noqa: F401
     repair_the_interpreter,
     run_interpreted,
 )
+from offline import compile_sm90
 from torch import Tensor
 
 from dsv41.ops import records
@@ -338,31 +336,10 @@ def test_refuses_other_dtypes() -> None:
 @cache
 def compiled(gated: bool, variant: str) -> tuple[str, str]:
     """-> (SASS, resource usage), compiled for sm_90 without a GPU."""
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     k, n = (5120, 4608) if gated else (2304, 5120)
     constants = kernel.specialisation(k, n, gated, TOP_K, **VARIANTS[variant])
-    names = kernel._experts.arg_names
     types = {"x": "*bf16", "w": "*u8", "scale": "*u8", "out": "*bf16", "weights": "*fp32", "limit": "fp32"}
-    types |= dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "*i32") for name in names}
-    source = GluonASTSource(
-        kernel._experts,
-        signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n][0] == "*"},
-    )
-    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "experts.cubin"
-        path.write_bytes(binary.asm["cubin"])
-        sass, usage = (
-            subprocess.run([tools / tool, flag, path], capture_output=True, text=True, check=True).stdout
-            for tool, flag in (("nvdisasm", "-c"), ("cuobjdump", "-res-usage"))
-        )
-    return sass, usage
+    return compile_sm90(kernel._experts, constants, types, other="*i32", num_warps=8)[:2]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
