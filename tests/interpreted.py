@@ -40,8 +40,9 @@ def run_interpreted(file: str) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def repair_the_interpreter() -> Iterator[None]:
-    """Triton 3.6's interpreter truncates to bf16, loses subnormals, and cannot loop to a run-time bound under
-    NumPy 2.4. The kernels mean the hardware's conversions."""
+    """Triton 3.6's interpreter truncates to bf16, loses subnormals, multiplies bf16 tiles by their bits as
+    integers, and cannot loop to a run-time bound under NumPy 2.4. The kernels mean the hardware's
+    arithmetic."""
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED:
             import triton.language as tl
@@ -61,6 +62,44 @@ def repair_the_interpreter() -> Iterator[None]:
                 original(tensor, scope)
                 scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
+            def widened(operand: interpreter.TensorHandle) -> interpreter.TensorHandle:
+                if operand.dtype.scalar != tl.bfloat16:
+                    return operand
+                values = (operand.data.astype(np.uint32) << 16).view(np.float32)
+                return interpreter.TensorHandle(values, tl.float32)
+
+            multiply = interpreter.InterpreterBuilder.create_dot
+
+            def dot(self: object, a: object, b: object, *rest: object) -> interpreter.TensorHandle:
+                return multiply(self, widened(a), widened(b), *rest)
+
+            patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
             patch.setattr(interpreter, "_convert_float", convert)
             patch.setattr(interpreter, "_patch_lang_tensor", patch_tensor)
         yield
+
+
+def pack_pairs(even: object, odd: object) -> object:
+    """What the inline assembly of `pack` does (ops/hyper/triton_words.py): the interpreter has none."""
+    import triton.language as tl
+
+    low = even.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    high = odd.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    return (low | (high << 16)).to(tl.int32, bitcast=True)
+
+
+# -- inputs -----------------------------------------------------------------------------------------------
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+def normal(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator(seed), device=DEVICE)
+
+
+def apart(x: torch.Tensor, gap: int = 8, filler: float = torch.nan) -> torch.Tensor:
+    """The same rows, with NaN (or another value) between and around them."""
+    wide = torch.full((len(x), x[0].numel() + 2 * gap), filler, dtype=x.dtype, device=x.device)
+    return wide[:, gap:-gap].unflatten(1, x.shape[1:]).copy_(x)

@@ -17,6 +17,7 @@ from interpreted import (  # noqa: F401
     INTERPRETED,
     gpu,
     interpreted,
+    normal,
     repair_the_interpreter,
     run_interpreted,
 )
@@ -31,10 +32,6 @@ EPS, OPEN_ROWS = 1e-20, 8
 @pytest.mark.skipif(INTERPRETED or GPU, reason="this process runs the kernels itself")
 def test_in_the_interpreter() -> None:
     run_interpreted(__file__)
-
-
-def normal(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE)
 
 
 def rows_of(values: list[int]) -> Tensor:

@@ -19,8 +19,12 @@ from interpreted import (  # noqa: F401
     DEVICE,
     GPU,
     INTERPRETED,
+    apart,
+    generator,
     gpu,
     interpreted,
+    normal,
+    pack_pairs,
     repair_the_interpreter,
     run_interpreted,
 )
@@ -49,35 +53,14 @@ def replace_instructions(repair_the_interpreter: None):  # noqa: F811
     """The interpreter has no inline assembly."""
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED:
-            import triton.language as tl
-
             from dsv41.ops.engram import triton as kernel
 
-            def pack(even, odd):
-                low = even.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
-                high = odd.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
-                return (low | (high << 16)).to(tl.int32, bitcast=True)
-
-            patch.setattr(kernel, "pack", pack)
+            patch.setattr(kernel, "pack", pack_pairs)
         yield
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator(DEVICE).manual_seed(seed)
-
-
-def normal(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(shape, generator=generator(seed), device=DEVICE)
 
 
 def below(limit: int, shape: tuple[int, ...], seed: int, least: int = 0) -> Tensor:
     return torch.randint(least, limit, shape, generator=generator(seed), device=DEVICE)
-
-
-def apart(x: Tensor, gap: int = 8, filler: float = torch.nan) -> Tensor:
-    """The same rows, with NaN (or another value) between and around them."""
-    wide = torch.full((len(x), x[0].numel() + 2 * gap), filler, dtype=x.dtype, device=x.device)
-    return wide[:, gap:-gap].unflatten(1, x.shape[1:]).copy_(x)
 
 
 # -- hash -----------------------------------------------------------------------------------------------

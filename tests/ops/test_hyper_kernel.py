@@ -23,8 +23,12 @@ from interpreted import (  # noqa: F401
     DEVICE,
     GPU,
     INTERPRETED,
+    apart,
+    generator,
     gpu,
     interpreted,
+    normal,
+    pack_pairs,
     repair_the_interpreter,
     run_interpreted,
 )
@@ -47,57 +51,22 @@ def test_in_the_interpreter() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def replace_instructions(repair_the_interpreter: None):  # noqa: F811
-    """The interpreter has no inline assembly and no product of bf16 tiles."""
+    """The interpreter has no inline assembly."""
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED:
-            import numpy as np
-            import triton.language as tl
-            from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
             from dsv41.ops.hyper import triton as kernel
             from dsv41.ops.hyper import triton_words as words
-
-            def pack(even, odd):
-                low = even.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
-                high = odd.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
-                return (low | (high << 16)).to(tl.int32, bitcast=True)
 
             def reciprocal(x):
                 return 1.0 / x
 
-            right = InterpreterBuilder.create_dot
-
-            def widened(operand):
-                if operand.dtype.scalar != tl.bfloat16:
-                    return operand
-                return TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-            def dot(self, a, b, *rest):
-                return right(self, widened(a), widened(b), *rest)
-
             for module in (kernel, words):
-                patch.setattr(module, "pack", pack)
+                patch.setattr(module, "pack", pack_pairs)
                 patch.setattr(module, "reciprocal", reciprocal)
-            patch.setattr(InterpreterBuilder, "create_dot", dot)
         yield
 
 
 # -- inputs ---------------------------------------------------------------------------------------------
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator(DEVICE).manual_seed(seed)
-
-
-def normal(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(shape, generator=generator(seed), device=DEVICE)
-
-
-def apart(x: Tensor, gap: int = 8) -> Tensor:
-    """The same rows, with NaN between and around them."""
-    wide = torch.full((len(x), x[0].numel() + 2 * gap), torch.nan, dtype=x.dtype, device=x.device)
-    inside = wide[:, gap:-gap].unflatten(1, x.shape[1:])
-    return inside.copy_(x)
 
 
 def streams_of(rows: int, copies: int, dim: int, seed: int) -> Tensor:

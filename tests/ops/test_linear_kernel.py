@@ -374,8 +374,7 @@ def test_widened_weight() -> None:
 
 @interpreted
 def test_streamed_rows_and_added_splits() -> None:
-    """In fp16: the interpreter multiplies bf16 bits as integers."""
-    weight, x = bf16(70, 300).half(), bf16(20, 300, seed=1).half()
+    weight, x = bf16(70, 300), bf16(20, 300, seed=1)
     part, out = torch.full((2, 20, 70), torch.nan), torch.empty((20, 70), dtype=torch.bfloat16)
     stream_part.stream_kernel[(2, 2, 2)](
         x, weight, part, 300, 20, 70, K=300, STEPS=2, BN=64, BT=16, BK=128, STAGES=2

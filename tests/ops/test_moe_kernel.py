@@ -23,6 +23,7 @@ from interpreted import (  # noqa: F401
     DEVICE,
     GPU,
     INTERPRETED,
+    generator,
     interpreted,
     repair_the_interpreter,
     run_interpreted,
@@ -58,30 +59,7 @@ def test_in_the_interpreter() -> None:
     run_interpreted(__file__)
 
 
-@pytest.fixture(autouse=True)
-def multiply_bf16_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter multiplies the bit patterns of bf16 operands as integers."""
-    if INTERPRETED:
-        import numpy as np
-        import triton.language as tl
-        from triton.runtime import interpreter
-
-        def values(handle: interpreter.TensorHandle) -> np.ndarray:
-            bits = torch.from_numpy(np.ascontiguousarray(handle.data).view(np.int16))
-            return bits.view(torch.bfloat16).float().numpy()
-
-        def dot(self: object, a, b, acc, *_: object) -> interpreter.TensorHandle:
-            assert a.dtype.scalar == b.dtype.scalar == tl.bfloat16
-            return interpreter.TensorHandle(np.matmul(values(a), values(b)) + acc.data, acc.dtype.scalar)
-
-        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-
-
 # -- inputs ---------------------------------------------------------------------------------------------
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator(DEVICE).manual_seed(seed)
 
 
 def integers(low: int, high: int, shape: tuple[int, ...], seed: int, dtype=torch.uint8) -> Tensor:

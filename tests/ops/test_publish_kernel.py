@@ -19,6 +19,7 @@ from interpreted import (  # noqa: F401
     DEVICE,
     GPU,
     INTERPRETED,
+    generator,
     gpu,
     interpreted,
     repair_the_interpreter,
@@ -50,10 +51,6 @@ def test_in_the_interpreter() -> None:
 
 
 # -- inputs ---------------------------------------------------------------------------------------------
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator(DEVICE).manual_seed(seed)
 
 
 def free_values(shape: tuple[int, ...], seed: int) -> Tensor:
