@@ -69,7 +69,7 @@ class Graphs:
         record: Recorder,
     ) -> None:
         started = time.perf_counter()
-        self.caches, self._captured = caches, dict[Bucket, Captured]()
+        self._captured: dict[Bucket, Captured] = {}
         for bucket in sorted(buckets, reverse=True):
             step = narrow(padding(bucket.rows), bucket.pages)
             output, replay = record(lambda step=step: run(step, caches))  # type: ignore[misc]
