@@ -189,11 +189,8 @@ def sparse_attention(
             f"FlashInfer has heads of 512 channels, 64 of them rotated, not {dim} and {rope_dim}"
         )
     both = ((window, window_slots, window_page), (states, state_slots, state_page))
-    chosen = [
-        record
-        for record, (_, slots, _) in zip((window_record, state_record), both, strict=True)
-        if slots.shape[1]
-    ]
+    listed = ((window_record, window_slots), (state_record, state_slots))
+    chosen = [record for record, slots in listed if slots.shape[1]]
     _check_records(chosen)
     if not rows or not heads or not chosen:
         return q.new_zeros((rows, heads, dim))
