@@ -83,7 +83,8 @@ PRESETS = {
 # While the kernels are being verified, every machine runs the reference unless it is told otherwise.
 AUTOMATIC_IS_DEFAULT = False
 
-MAX_FLASHMLA_HEADS, MEGA_GROUP_HEADS = 128, 8
+MAX_HEADS = {"flashmla": ("FlashMLA", 128), "flashinfer": ("FlashInfer", 128)}
+MEGA_GROUP_HEADS = 8
 
 # -- names of vLLM ------------------------------------------------------------------------------------------
 
@@ -258,8 +259,9 @@ def refusal(backends: Backends, hardware: Hardware, heads: int = 0, groups: int 
 
 def _topology(attention: str, heads: int, groups: int) -> str | None:
     """Why the heads and output groups of one rank do not fit (spec/runtime.md 2.2)."""
-    if attention == "flashmla" and heads > MAX_FLASHMLA_HEADS:
-        return f"FlashMLA has at most {MAX_FLASHMLA_HEADS} heads, not {heads}"
+    package, most = MAX_HEADS.get(attention, ("", heads))
+    if heads > most:
+        return f"{package} has at most {most} heads, not {heads}"
     if attention == "mega" and heads and heads != groups * MEGA_GROUP_HEADS:
         return f"Mega needs exactly {MEGA_GROUP_HEADS} heads in each output group, not {heads} in {groups}"
     return None

@@ -20,7 +20,7 @@ LAYERS |= {"ops": 1, "backends": 2, "model": 3, "graphs": 4, "runner": 5, "argum
 EVERYWHERE = {"torch", "numpy", "dsv41", *sys.stdlib_module_names}
 HOMES = {  # outside package -> the files that may name it; any other outside package may be named nowhere
     "triton": ("ops/*/triton*.py", "ops/*/gluon*.py"),
-    "flash_mla": ("ops/attention/flashmla*.py",),
+    "flash_mla": ("ops/attention/flashmla*.py", "ops/attention/mega.py"),
     "flashinfer": ("ops/attention/flashinfer.py",),
     "safetensors": ("model/weights.py",),
     "transformers": ("runner/tokenizer.py",),

@@ -328,12 +328,13 @@ def test_inspect(capsys, tmp_path):
             "sm100",
             ("fits           sm100 (", "no: attention=mega cannot run this model", "no: attention=gluon"),
         ),
-        ("sm120", ("fits           sm120 (", "has no implementation 'flashinfer'")),
+        ("sm120", ("fits           sm120 (", "it needs the package 'flashinfer' (pip install")),
         ("sm89", ("fits           none: no preset fits SM89", "* reference")),
     ],
 )
-def test_inspect_backends_of_another_gpu(capsys, tmp_path, gpu, words):
-    """On a machine without that GPU: the tables alone, with the reasons."""
+def test_inspect_backends_of_another_gpu(capsys, tmp_path, monkeypatch, gpu, words):
+    """On a machine without that GPU and its packages: the tables alone, with the reasons."""
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
     output = tmp_path / "out.jsonl"
     assert main(["inspect", "--backends", "--as", gpu, "--output", str(output)]) == 0
     text = capsys.readouterr().out
