@@ -33,8 +33,9 @@ _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # midpoint k lies bet
 
 def _pow2(biased: Tensor) -> Tensor:
     """int32 exponent + 127 in 0..255 -> fp32 power of two, built from bits: exact at both ends, no exp2."""
-    # Bit 22 turns the zero pattern into 2^-127 (a subnormal) and the infinity pattern into NaN.
-    edge = (biased == 0) | (biased == 255)
+    # Bit 22 turns the zero pattern into 2^-127 (a subnormal) and the infinity pattern into NaN. Only for those
+    # two are all the upper seven bits of b + 1 (in eight) zero.
+    edge = ((biased + 1) & 0xFE) == 0
     return ((biased << 23) | (edge.to(torch.int32) << 22)).view(torch.float32)
 
 
@@ -49,8 +50,9 @@ def pow2_ceil_exponent(x: Tensor) -> Tensor:
     Exact for normal x. A subnormal gives -126, infinity 128, NaN 129: the last two become the e8m0 NaN.
     """
     assert x.dtype == torch.float32, f"the exponent is read from fp32 bits, got {x.dtype}"
-    bits = x.view(torch.int32)
-    return ((bits >> 23) & 0xFF) - 127 + ((bits & 0x7FFFFF) != 0).to(torch.int32)
+    magnitude = x.view(torch.int32) & 0x7FFFFFFF
+    # Any mantissa bit carries into the exponent; a NaN's carries into bit 31, which the shift brings back.
+    return (((magnitude + 0x7FFFFF) >> 23) & 0x1FF) - 127
 
 
 def e2m1_encode(x: Tensor) -> Tensor:
@@ -66,14 +68,12 @@ def e2m1_encode(x: Tensor) -> Tensor:
 
 
 def e2m1_decode(codes: Tensor) -> Tensor:
-    """uint8 codes 0..15 -> fp32; code 8 is negative zero. Arithmetic: a table would be a host copy."""
-    code = codes.to(torch.int32)
-    exponent, mantissa = (code >> 1) & 3, code & 1
-    halves = torch.where(exponent == 0, mantissa, (2 + mantissa) << (exponent - 1).clamp(min=0))
-    sign = (
-        1.0 - (code & 8).to(torch.float32) * 0.25
-    )  # a product keeps -0 on every backend, a negation may not
-    return halves.to(torch.float32) * 0.5 * sign
+    """uint8 codes 0..15 -> fp32; code 8 is negative zero. Arithmetic: a table would be a host copy.
+
+    The code's bits are those of a tiny fp16, code 1 (0.5) a subnormal; the product moves the exponent.
+    """
+    code = codes.to(torch.int16)
+    return (((code & 7) << 9) | ((code & 8) << 12)).view(torch.float16).to(torch.float32) * 2.0**14
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

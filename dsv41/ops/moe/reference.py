@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dsv41.ops import records
 from dsv41.ops.arithmetic import exact_matmul, sigmoid
+
+WORKSPACE_BYTES = 64 << 20  # of dequantised weights at a time, or one expert's
 
 
 def why_not(hardware: object, record: str | None) -> str | None:
@@ -46,14 +50,11 @@ def _gated(gate_up: Tensor, route_weight: Tensor | None, limit: float) -> Tensor
     return hidden.to(gate_up.dtype)
 
 
-def _expert(
-    x: Tensor, gate_up: Tensor, down: Tensor, route_weight: Tensor, limit: float, quantise: bool
-) -> Tensor:
-    """One routed expert on its rows: x [t, D], float32 weights [2I, D] and [D, I], route_weight [t]."""
-    x_q = records.round_trip(x, "fp8_32") if quantise else x
-    hidden = _gated(exact_matmul(x_q, gate_up).to(x.dtype), route_weight, limit)
-    hidden = records.round_trip(hidden, "fp8_32") if quantise else hidden
-    return exact_matmul(hidden, down).to(x.dtype)
+def _dequantised(packed: Tensor, scale: Tensor, used: Tensor) -> Iterator[Tensor]:
+    """The fp32 weight [N, K] of each expert in `used`, some of them at a time."""
+    fp32_bytes = packed[0].numel() * 2 * 4
+    for some in used.split(max(1, WORKSPACE_BYTES // fp32_bytes)):
+        yield from records.dequantise_fp4_weight(packed[some], scale[some])
 
 
 def experts(
@@ -74,16 +75,18 @@ def experts(
     linear_impl: str,
 ) -> Tensor:
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in ids[ids >= 0].unique().tolist():
-        rows, choice = (ids == expert).nonzero(as_tuple=True)
-        total[rows] += _expert(
-            x[rows],
-            records.dequantise_fp4_weight(gate_up[expert], gate_up_scale[expert]),
-            records.dequantise_fp4_weight(down[expert], down_scale[expert]),
-            weights[rows, choice],
-            limit,
-            quantise,
-        ).float()
+    order = ids.flatten().argsort(stable=True)[(ids < 0).sum() :]  # the pairs of row and choice, by expert
+    used, counts = ids.flatten()[order].unique_consecutive(return_counts=True)
+    if used.numel():
+        parts, x_q = counts.tolist(), records.round_trip(x, "fp8_32") if quantise else x
+        rows = (order // ids.shape[1]).split(parts)
+        ups = _dequantised(gate_up, gate_up_scale, used)
+        up = torch.cat([exact_matmul(x_q[some], weight) for some, weight in zip(rows, ups, strict=True)])
+        hidden = _gated(up.to(x.dtype), weights.flatten()[order], limit)
+        hidden = records.round_trip(hidden, "fp8_32") if quantise else hidden
+        downs = _dequantised(down, down_scale, used)
+        for some, values, weight in zip(rows, hidden.split(parts), downs, strict=True):
+            total[some] += exact_matmul(values, weight).to(x.dtype).float()
     linear_fp8 = torch.ops.dsv41.linear_fp8.default
     hidden = _gated(
         linear_fp8(x, shared_gate_up, shared_gate_up_scale, quantise, deterministic, linear_impl), None, limit
