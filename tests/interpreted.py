@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -42,14 +43,19 @@ def run_interpreted(file: str) -> None:
 def repair_the_interpreter() -> Iterator[None]:
     """Triton 3.6's interpreter truncates to bf16, loses subnormals, multiplies bf16 tiles by their bits as
     integers, and cannot loop to a run-time bound under NumPy 2.4. The kernels mean the hardware's
-    arithmetic."""
+    arithmetic. It also patches the language
+    anew for every function that a kernel calls; once a launch is enough."""
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED:
             import triton.language as tl
             from triton.runtime import interpreter
 
-            dtypes = {tl.bfloat16: torch.bfloat16, tl.float32: torch.float32}
-            integers = {16: torch.int16, 32: torch.int32}
+            dtypes = {
+                tl.bfloat16: torch.bfloat16,
+                tl.float32: torch.float32,
+                tl.float8e4nv: torch.float8_e4m3fn,
+            }
+            integers = {8: torch.int8, 16: torch.int16, 32: torch.int32}
 
             def convert(x: np.ndarray, source: object, target: object, rounding: object) -> np.ndarray:
                 bits = torch.from_numpy(np.ascontiguousarray(x).view(f"int{source.primitive_bitwidth}"))
@@ -68,6 +74,15 @@ def repair_the_interpreter() -> Iterator[None]:
                 values = (operand.data.astype(np.uint32) << 16).view(np.float32)
                 return interpreter.TensorHandle(values, tl.float32)
 
+            whole = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+            outermost: list[object] = []
+
+            def patch_language(function: object, original: Callable = interpreter._patch_lang) -> object:
+                if outermost and outermost[0]._changes:  # a scope that has been restored has none
+                    return interpreter._LangPatchScope()
+                outermost[:] = [original(whole)]
+                return outermost[0]
+
             multiply = interpreter.InterpreterBuilder.create_dot
 
             def dot(self: object, a: object, b: object, *rest: object) -> interpreter.TensorHandle:
@@ -75,6 +90,7 @@ def repair_the_interpreter() -> Iterator[None]:
 
             patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
             patch.setattr(interpreter, "_convert_float", convert)
+            patch.setattr(interpreter, "_patch_lang", patch_language)
             patch.setattr(interpreter, "_patch_lang_tensor", patch_tensor)
         yield
 
