@@ -33,8 +33,8 @@ _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # midpoint k lies bet
 
 def _pow2(biased: Tensor) -> Tensor:
     """int32 exponent + 127 in 0..255 -> fp32 power of two, built from bits: exact at both ends, no exp2."""
-    # Bit 22 turns the zero pattern into 2^-127 (a subnormal) and the infinity pattern into NaN. Only for those
-    # two are all the upper seven bits of b + 1 (in eight) zero.
+    # Bit 22 turns the zero pattern into 2^-127 (a subnormal) and the infinity pattern into NaN: for these two
+    # alone, b + 1 has no bit among the upper seven of eight.
     edge = ((biased + 1) & 0xFE) == 0
     return ((biased << 23) | (edge.to(torch.int32) << 22)).view(torch.float32)
 
