@@ -153,7 +153,8 @@ class LLM:
     def warm_up(self) -> None:
         """Compile ahead what steps without images run. From then on a step that compiles anything is late:
         counted, and logged as a warning or raised as `EngineConfig.late_compile` says."""
-        warm_up(self.worker)
+        with compilations():  # nobody reads it: the hooks' own modules are loaded before the first step
+            warm_up(self.worker)
         self._is_warm = True
 
     def _watch(self) -> AbstractContextManager[list[str]]:

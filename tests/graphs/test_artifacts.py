@@ -1,5 +1,5 @@
 """The directory and the file of compiled artifacts. Their content is made by hand here: no compiler runs.
-`tests/test_start.py` has the real one."""
+`tests/test_cold_start.py` has the real one."""
 
 from __future__ import annotations
 

@@ -79,23 +79,20 @@ class Recompiles(NoModel):
         return super().__call__(step, caches)
 
 
-def with_image(llm: LLM) -> None:
-    rows = torch.ones(3, llm.model.config.hidden_size)
-    llm.add([5, 511, 6], SamplingParams(max_tokens=1), image_rows=[False, True, False], embeddings=rows)
-
-
-def test_a_late_compile_is_heard(caplog) -> None:
-    """Image embeddings make a graph that no warm-up compiles: one line that names the step, and a count. The
-    same step before ready says nothing, because that is when to compile."""
-    for late in (False, True):
-        llm = engine("small", CompiledModule(model("small").decoder, "eager"))
-        if late:
-            llm.warm_up()
-        with_image(llm)
-        llm.step()
-        heard = [record.message for record in caplog.records if record.name.startswith("dsv41")]
-        assert len(heard) == llm.metrics.late_compiles == late
-    assert heard[0].startswith("warning: compiled after ready, in a step of 3 rows (by request: 3): graph ")
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_late_compile_is_heard(warm: bool, caplog) -> None:
+    """One line that names the step, and a count. Before ready nothing is said: that is when to compile."""
+    llm = engine("small", doubled := Recompiles())
+    if warm:
+        llm.warm_up()
+    llm.add([5, 6, 7], SamplingParams(max_tokens=2))
+    doubled.size += 1
+    for _ in range(2):
+        assert [event.result.error for event in llm.step()] == [None]
+    heard = [record.message for record in caplog.records if record.name.startswith("dsv41")]
+    assert len(heard) == llm.metrics.late_compiles == warm
+    words = "warning: compiled after ready, in a step of 3 rows (by request: 3): graph "
+    assert all(message.startswith(words) for message in heard)
 
 
 def test_a_late_compile_is_refused() -> None:
