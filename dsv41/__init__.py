@@ -6,9 +6,11 @@
 Names are resolved on first use: `import dsv41` needs torch alone, and no GPU.
 """
 
+import time
 from importlib import import_module
 from typing import Any
 
+IMPORTED_AT = time.perf_counter()  # where the first phase of a start begins
 _HOMES = {
     "EngineConfig": "dsv41.config",
     "ModelConfig": "dsv41.config",

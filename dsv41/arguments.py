@@ -7,11 +7,12 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from dsv41.config import ENGRAM_TABLES, PREFIX_MODES, Numerics
+from dsv41.config import ENGRAM_TABLES, LATE_COMPILE, PREFIX_MODES, Numerics
 from dsv41.hardware import Hardware, assume
 from dsv41.presets import PRESETS
 from dsv41.runner.load import LOAD_FORMATS
 from dsv41.runner.trace import CASES, MODES
+from dsv41.runner.workload import FILLS
 
 Command = Callable[[argparse.Namespace], None]
 
@@ -75,10 +76,19 @@ def _shared(may_be_bare: bool = False) -> Parser:
     shared.add_argument("--numerics", choices=[choice.value for choice in Numerics])
     bare: dict[str, Any] = {"nargs": "?", "const": ""} if may_be_bare else {}
     shared.add_argument("--backends", metavar="SPEC", help="PRESET, KEY=VALUE,... or both", **bare)
+    shared.add_argument("--cache-dir", metavar="DIR", help="of compiled code (default in ~/.cache)")
     shared.add_argument("--output", metavar="FILE.jsonl", help="one JSON object a line")
     shared.add_argument("--quiet", action="store_true", help="results and errors only")
     shared.add_argument("--debug", action="store_true", help="show tracebacks")
+    shared.set_defaults(save_compiled=None, load_compiled=None)
     return shared
+
+
+def _compiled() -> Parser:
+    compiled = Parser(add_help=False)
+    compiled.add_argument("--save-compiled", metavar="FILE", help="write the compiled code as one file")
+    compiled.add_argument("--load-compiled", metavar="FILE", help="begin with such a file (it is trusted)")
+    return compiled
 
 
 def _engine() -> Parser:
@@ -98,10 +108,10 @@ def parser(bench: Command, generate: Command, profile: Command, check: Command, 
         prog="python -m dsv41.run", description="Run, measure, profile, check, inspect DeepSeek-V4.1-Flash."
     )
     commands = parser.add_subparsers(required=True, metavar="{bench,generate,profile,check,inspect}")
-    shared = _shared()
+    shared, compiled = _shared(), _compiled()
 
     sub = commands.add_parser(
-        "bench", parents=[shared, _engine()], help="measure steps, or the throughput of a workload"
+        "bench", parents=[shared, _engine(), compiled], help="measure steps, or the throughput of a workload"
     )
     sub.set_defaults(command=bench)
     sub.add_argument("what", nargs="?", choices=("steps", "throughput"), default="steps")
@@ -109,14 +119,22 @@ def parser(bench: Command, generate: Command, profile: Command, check: Command, 
     sub.add_argument(
         "--workload", metavar="FILE.jsonl", help='throughput: {"prompt_ids": ..., "max_tokens": ...}'
     )
-    for flag in ("--batch", "--prompt-len", "--gen-len", "--depth"):
+    for flag in ("--batch", "--prompt-len", "--prefix", "--gen-len", "--depth"):
         sub.add_argument(flag, type=_counts, metavar="N,...")
     sub.add_argument("--mode", type=_names, metavar="MODE,...", help="eager, compile, graph")
+    sub.add_argument("--step-rows", type=_count, help="most rows of a step (default 4k)")
+    sub.add_argument("--cache-tokens", type=_count, help="leave out cases with more tokens in the caches")
+    sub.add_argument("--fill", choices=FILLS, help="where the tokens before the measured steps come from")
     sub.add_argument("--repeat", type=_count)
     sub.add_argument("--warmup", type=_count)
+    sub.add_argument("--plot", metavar="FILE.png", help="draw decode time against context and batch")
+    sub.add_argument(
+        "--from", dest="rows_from", metavar="FILE.jsonl", help="--plot old rows, measure nothing"
+    )
+    sub.add_argument("--late-compile", choices=LATE_COMPILE, default="warn", help="a compile after ready")
     sub.add_argument("--scenario", metavar="NAME", help="a file of profiles/scenarios instead of lists")
 
-    sub = commands.add_parser("generate", parents=[shared, _engine()], help="continue a prompt")
+    sub = commands.add_parser("generate", parents=[shared, _engine(), compiled], help="continue a prompt")
     sub.set_defaults(command=generate)
     prompt = sub.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT")
@@ -126,7 +144,9 @@ def parser(bench: Command, generate: Command, profile: Command, check: Command, 
     sub.add_argument("--top-p", type=float, default=1.0)
     sub.add_argument("--ignore-eos", action="store_true")
 
-    sub = commands.add_parser("profile", parents=[shared], help="watch warm steps; what to type for Nsight")
+    sub = commands.add_parser(
+        "profile", parents=[shared, compiled], help="watch warm steps, here or under Nsight"
+    )
     sub.set_defaults(command=profile)
     sub.add_argument("case", nargs="?", choices=CASES, default="decode")
     sub.add_argument("--batch", type=_count, default=1)

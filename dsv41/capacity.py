@@ -8,6 +8,7 @@ if TYPE_CHECKING:
 
 ENGRAM_TABLES = ("device", "host", "disk")
 PREFIX_MODES = ("off", "bounded", "exact")
+LATE_COMPILE = ("warn", "error")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class EngineConfig:
     asynchronous: bool = False  # launch a step before the tokens of the one before are read
     deterministic: bool = False  # a row's bits do not depend on its company, at a price in speed
     graph_rows: int = 0  # steps of up to this many rows run as captured CUDA graphs; 0: none
+    late_compile: str = "warn"  # when a step of a warm engine compiles something: one of LATE_COMPILE
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -55,14 +57,15 @@ class EngineConfig:
                 f"{self.max_requests} requests (max_requests) of {self.max_context_tokens} tokens"
                 " (max_context_tokens) exceed the token table's 2^31 entries"
             )
-        if self.engram_tables not in ENGRAM_TABLES:
-            raise ValueError(
-                f"engram_tables is {self.engram_tables!r}, but must be one of {', '.join(ENGRAM_TABLES)}"
-            )
-        if self.prefix_mode not in PREFIX_MODES:
-            raise ValueError(
-                f"prefix_mode is {self.prefix_mode!r}, but must be one of {', '.join(PREFIX_MODES)}"
-            )
+        for name, choices in (
+            ("engram_tables", ENGRAM_TABLES),
+            ("prefix_mode", PREFIX_MODES),
+            ("late_compile", LATE_COMPILE),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(choices)}"
+                )
         for name in ("decoder_replay", "asynchronous", "deterministic"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, but must be true or false")

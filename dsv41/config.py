@@ -17,9 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from dsv41 import released, rules
-from dsv41.capacity import ENGRAM_TABLES, PREFIX_MODES, EngineConfig
+from dsv41.capacity import ENGRAM_TABLES, LATE_COMPILE, PREFIX_MODES, EngineConfig
 
-__all__ = ["ENGRAM_TABLES", "PREFIX_MODES", "EngineConfig", "ModelConfig", "Numerics", "engram_primes"]
+__all__ = [
+    "ENGRAM_TABLES",
+    "LATE_COMPILE",
+    "PREFIX_MODES",
+    "EngineConfig",
+    "ModelConfig",
+    "Numerics",
+    "engram_primes",
+]
 
 
 class Numerics(enum.Enum):

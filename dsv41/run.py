@@ -21,51 +21,29 @@ from typing import Any, TextIO
 # Before torch loads OpenMP: threads that spin between small ops run ten times slower beside other work.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch
-
+import dsv41
 from dsv41.arguments import parser
 from dsv41.backends import choose, select
-from dsv41.config import EngineConfig, ModelConfig
+from dsv41.config import EngineConfig
+from dsv41.exits import KNOWN, CheckFailed, DeviceError, exit_code, sentence
 from dsv41.graphs.capture import Run
 from dsv41.graphs.module import CompiledModule
 from dsv41.hardware import detect
-from dsv41.model.checkpoint import CheckpointError
 from dsv41.model.costs import weights_by_part
-from dsv41.runner import check, report, trace
-from dsv41.runner.bench import Bench, Workload, find_scenario, load_scenario
-from dsv41.runner.engine import LLM
+from dsv41.runner import check, plot, report, trace
+from dsv41.runner.bench import Bench
+from dsv41.runner.engine import LLM, compile_ahead
 from dsv41.runner.load import Blueprint, Model, blueprint, load, trace_blueprint
-from dsv41.runner.parity import ParityError
-from dsv41.runner.request import SamplingParams
+from dsv41.runner.request import SamplingParams, check_prompt
+from dsv41.runner.start import Start, artifacts, default_cache_root
 from dsv41.runner.throughput import jobs_of, random_jobs, read_workload, throughput
+from dsv41.runner.workload import LISTS, Workload, find_scenario, load_scenario
 
+IMPORT_SECONDS = time.perf_counter() - dsv41.IMPORTED_AT
 SLOW_SECONDS = 2.0  # between two progress lines
 CONTEXTS = (4096, 131072, 1048576)
-BENCH_LISTS = ("batch", "prompt_len", "gen_len", "depth", "mode")
+BENCH_FLAGS = (*LISTS, "step_rows", "cache_tokens", "fill")
 ENGINE_FLAGS = ("max_requests", "max_batch_tokens", "prefix_mode", "graph_rows")
-
-
-class DeviceError(Exception):
-    """The device is not there, or cannot do what was asked."""
-
-
-class CheckFailed(Exception):
-    """`check` found a difference."""
-
-
-# The first matching type decides; anything else is a bug and keeps its traceback.
-EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
-    (CheckFailed, 1),
-    (ParityError, 1),
-    (CheckpointError, 3),
-    (ValueError, 2),
-    (OSError, 3),
-    (DeviceError, 4),
-    (MemoryError, 5),
-    (torch.OutOfMemoryError, 5),
-    (RuntimeError, 6),
-    (AssertionError, 6),
-)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded
     try:
         args = parser(bench, generate, profile, run_check, inspect).parse_args(argv or ["bench"])
-        args.argv = argv
+        args.argv, args.start = argv, Start({"import": IMPORT_SECONDS})
         with _output(args.output) as args.lines:
             args.command(args)
         sys.stdout.flush()
@@ -84,23 +62,15 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader left, as `head` does; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except tuple(kind for kind, _ in EXIT_CODES) as error:
+    except KNOWN as error:
         if "--debug" in argv:
             traceback.print_exc()
-        return _fail(_sentence(error), next(code for kind, code in EXIT_CODES if isinstance(error, kind)))
+        return _fail(sentence(error), exit_code(error))
 
 
 def _fail(sentence: str, code: int) -> int:
     print(f"error: {sentence}", file=sys.stderr)
     return code
-
-
-def _sentence(error: BaseException) -> str:
-    """One line. torch's messages are pages long; their first line says what happened."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 @contextmanager
@@ -121,26 +91,49 @@ def _output(path: str | None, flag: str = "--output") -> Iterator[TextIO | None]
 
 
 def bench(args: argparse.Namespace) -> None:
+    if args.rows_from is not None and (args.plot is None or args.what == "throughput"):
+        raise ValueError("--from needs --plot FILE.png, and plots rows of bench steps")
+    if args.plot is not None:
+        plot.need_matplotlib()
+        _check_folder("--plot", args.plot)
+    if args.rows_from is not None:
+        return _plot(args, plot.read_rows(Path(args.rows_from)))
     if args.what == "throughput":
         return _throughput(args)
     workload, plan = _workload(args), _blueprint(args)
     if "graph" in workload.mode:
         _need_gpu(plan, "--mode graph")
     model = _load(args, plan)
-    run = Bench(model, workload, args.seed, args.say)
+    run = Bench(model, workload, args.seed, args.say, args.start, args.late_compile)
     _print(report.bench_head(run))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for row in run.rows():
+        if not rows or rows[-1]["mode"] != row["mode"]:
+            _started(args, row["mode"], row["start"], run.engine)
         _print([report.bench_line(row)])
         _write(args, row)
         rows.append({key: value for key, value in row.items() if key not in run.setting()})
         rows[-1]["milliseconds"] = {k: v for k, v in row["milliseconds"].items() if k != "samples"}
+    _save_compiled(args)
+    if args.plot is not None:
+        _plot(args, [run.setting() | row for row in rows])
     print(json.dumps({"bench": model.blueprint.source, **run.setting(), "rows": rows}))
+
+
+def _plot(args: argparse.Namespace, rows: Sequence[plot.Row]) -> None:
+    plot.draw(rows, Path(args.plot))
+    print(f"plotted {args.plot}", file=sys.stderr)
+
+
+def _started(args: argparse.Namespace, mode: str, start: dict[str, Any], engine: EngineConfig) -> None:
+    """An engine is ready: tell people, and the directory of its compiled code."""
+    _print([report.start_line(mode, start)])
+    args.artifacts.note({"mode": mode, "engine": vars(engine), **start})
 
 
 def _throughput(args: argparse.Namespace) -> None:
     refused = next(
-        (name for name in (*BENCH_LISTS[:-1], "scenario") if getattr(args, name) is not None), None
+        (name for name in (*BENCH_FLAGS, "scenario", "plot") if getattr(args, name) is not None), None
     )
     if refused is not None:
         raise ValueError(f"bench throughput takes no --{refused.replace('_', '-')}")
@@ -149,10 +142,17 @@ def _throughput(args: argparse.Namespace) -> None:
     model = _load(args, plan)
     jobs = jobs_of(entries, model) if entries is not None else random_jobs(model, args.requests, args.seed)
     context = max(len(job.prompt) + job.params.max_tokens for job in jobs)
-    llm = LLM(model, _engine_config(args, context), run=_run_of(args, model))
+    engine, run = replace(_engine_config(args, context), late_compile=args.late_compile), _run_of(args, model)
+    compile_ahead(model, engine, run, args.start)
+    with args.start.phase("capture"):
+        llm = LLM(model, engine, run)
+        llm.warm_up()
+    start = args.start.row()
+    _started(args, "compile" if isinstance(run, CompiledModule) else "eager", start, engine)
     args.say(f"replaying {len(jobs)} requests")
-    row = throughput(llm, jobs)
+    row = throughput(llm, jobs) | {"start": start}
     _print(report.throughput_lines(row))
+    _save_compiled(args)
     _write(args, row)
     print(json.dumps(row))
 
@@ -175,7 +175,7 @@ def generate(args: argparse.Namespace) -> None:
     params = SamplingParams(args.max_tokens, args.temperature, args.top_p, args.seed, args.ignore_eos)
     plan = _blueprint(args)
     if args.prompt_ids is not None:
-        _check_prompt(args.prompt_ids, params, plan.config)  # before minutes of loading
+        check_prompt(args.prompt_ids, params, plan.config)  # before minutes of loading
     elif plan.directory is None:
         raise ValueError(f"--prompt needs a tokenizer, and preset {plan.source} has none: give --prompt-ids")
     model = _load(args, plan)
@@ -186,10 +186,11 @@ def generate(args: argparse.Namespace) -> None:
         if not args.prompt:
             raise ValueError("the prompt is empty: it needs at least one token")
         prompt = model.tokenizer.encode(args.prompt)
-        _check_prompt(prompt, params, plan.config)
+        check_prompt(prompt, params, plan.config)
     engine = LLM(model, _engine_config(args, len(prompt) + params.max_tokens))
     tokens, reason = _stream(engine, prompt, params, as_text=args.prompt is not None)
     text = model.tokenizer.decode(tokens) if model.tokenizer else None
+    _save_compiled(args)
     _write(args, {"prompt_ids": prompt, "tokens": tokens, "text": text, "finish_reason": reason})
 
 
@@ -227,12 +228,13 @@ def profile(args: argparse.Namespace) -> None:
         plan = _blueprint(args)
         if target.captured:
             _need_gpu(plan, f"--mode {args.mode}")
-        target.engine(args.seed).validate(plan.config)  # before minutes of loading
+        target.engine(plan.config, args.seed).validate(plan.config)  # before minutes of loading
         model = _load(args, plan)
         path = Path(args.trace) if args.trace is not None else None
         profiled = trace.profile(model, target, args.seed, args.say, path, args.summary is not None)
         if file is not None and profiled.summary is not None:
             trace.write_summary(profiled.summary, profiled.traced_seconds, file)
+    _save_compiled(args)
     _print(trace.lines(model, target, profiled, args.argv))
     _write(args, trace.row(model, target, profiled))
 
@@ -274,7 +276,7 @@ def inspect(args: argparse.Namespace) -> None:
         args.say(f"tracing {plan.config.num_layers} layers without weights")
         segments = trace_blueprint(plan)
         _print(report.segment_lines(segments))
-    _print(report.environment_lines(plan.hardware))
+    _print(report.environment_lines(plan.hardware, args.artifacts))
     _write(args, report.inspect_json(plan, weights, contexts, segments))
 
 
@@ -313,14 +315,42 @@ def _blueprint(args: argparse.Namespace) -> Blueprint:
         device = detect(args.device).device
     except ValueError as error:
         raise DeviceError(str(error)) from error
-    return blueprint(
-        args.model,
-        preset_name=args.preset,
-        overrides=args.set,
-        numerics=args.numerics,
-        device=device,
-        backends=args.backends,
-    )
+    with args.start.phase("config"):
+        plan = blueprint(
+            args.model,
+            preset_name=args.preset,
+            overrides=args.set,
+            numerics=args.numerics,
+            device=device,
+            backends=args.backends,
+        )
+    root = Path(args.cache_dir) if args.cache_dir else default_cache_root(os.environ)
+    args.artifacts = artifacts(plan, root)
+    os.environ.update(args.artifacts.environment)
+    return plan
+
+
+def _prepare_artifacts(args: argparse.Namespace) -> None:
+    """The directory for compiled code, before minutes of loading and compiling."""
+    try:
+        args.artifacts.directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--cache-dir {args.artifacts.root}: {error.strerror}") from error
+    args.say(f"compiled code: {args.artifacts.root}, key {args.artifacts.key}")
+    if args.save_compiled is not None:
+        _check_folder("--save-compiled", args.save_compiled)
+    if args.load_compiled is not None:
+        args.say(f"{args.load_compiled} brings {args.artifacts.load(Path(args.load_compiled))}")
+
+
+def _check_folder(flag: str, path: str) -> None:
+    if not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"{flag} {path}: its folder does not exist")
+
+
+def _save_compiled(args: argparse.Namespace) -> None:
+    if args.save_compiled is not None:
+        args.say(f"{args.save_compiled} holds {args.artifacts.save(Path(args.save_compiled))}")
 
 
 def _need_gpu(plan: Blueprint, flag: str) -> None:
@@ -333,6 +363,7 @@ def _load(args: argparse.Namespace, plan: Blueprint) -> Model:
     if needed > memory:
         sizes = f"{report.size(needed)} of weights and {plan.hardware.name} has {report.size(memory)}"
         raise MemoryError(f"{plan.source} needs {sizes} (`inspect` shows the bill)")
+    _prepare_artifacts(args)
     last = time.monotonic()
 
     def progress(done: int, total: int) -> None:
@@ -343,27 +374,16 @@ def _load(args: argparse.Namespace, plan: Blueprint) -> Model:
 
     args.say(f"loading {plan.source}: {report.size(needed)}")
     where = EngineConfig(engram_tables=args.engram_tables)
-    model = load(plan, load_format=args.load_format, seed=args.seed, engine=where, progress=progress)
+    with args.start.phase("load"):
+        model = load(plan, load_format=args.load_format, seed=args.seed, engine=where, progress=progress)
     args.say(str(model.report) if model.report else "the weights are stand-ins: the text means nothing")
     return model
 
 
-def _check_prompt(tokens: Sequence[int], params: SamplingParams, config: ModelConfig) -> None:
-    if not tokens:
-        raise ValueError("the prompt is empty: it needs at least one token")
-    wrong = next((token for token in tokens if not 0 <= token < config.vocab_size), None)
-    if wrong is not None:
-        raise ValueError(f"token id {wrong} is outside the vocabulary of {config.vocab_size} ids")
-    if len(tokens) + params.max_tokens > config.max_tokens:
-        raise ValueError(
-            f"a prompt of {len(tokens)} tokens and {params.max_tokens} new ones exceed the model's "
-            f"{config.max_tokens} tokens"
-        )
-
-
 def _workload(args: argparse.Namespace) -> Workload:
     """From the flags, or from a scenario file, whose preset then is the default."""
-    given = {name: getattr(args, name) for name in BENCH_LISTS if getattr(args, name) is not None}
+    flags = (*BENCH_FLAGS, "mode")
+    given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
     workload = Workload()
     if args.scenario is not None:
         if given:

@@ -9,6 +9,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+MOST_GRAPHS = 16  # of one module: rows one or many, a tail of none, one or many, image embeddings or not
+
 INNER = ("inductor", "aot_eager", "eager")
 
 # What Inductor is told, and why.
@@ -46,6 +48,9 @@ def compile_whole(
     `dynamic=False` leaves every dimension fixed that the caller did not mark: automatic dynamism would turn
     the page table's or a cache's size into a symbol on its second value and compile again.
     """
+    # The tracer gives up at 8 graphs, for the process as a whole; a module of ours has up to 14.
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
     return torch.compile(_with_own_code(method), fullgraph=True, dynamic=False, backend=backend)
 
 

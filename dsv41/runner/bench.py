@@ -8,136 +8,29 @@ from __future__ import annotations
 
 import platform
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from statistics import quantiles
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-import dsv41
 from dsv41.config import EngineConfig
 from dsv41.graphs.capture import Run
 from dsv41.graphs.module import CompiledModule
 from dsv41.model.costs import Span, StepCost, Weights, step_cost, weights_by_part
-from dsv41.runner.engine import LLM
+from dsv41.runner.engine import LLM, compile_ahead
 from dsv41.runner.load import Model
 from dsv41.runner.parity import Parity, ParityError, compare, random_tokens
 from dsv41.runner.request import Request, SamplingParams
+from dsv41.runner.snapshot import Snapshot, repeated, take
+from dsv41.runner.start import Start
+from dsv41.runner.workload import Case, Workload, capacity
 
 Say = Callable[[str], None]
 
-MODES = ("eager", "compile", "graph")
-CPU_MODES = ("eager", "compile")  # without CUDA graphs
-STEP_TOKENS = 4096  # most rows of one step
-LEAST = 8  # tokens of capacity that the parity steps need
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Prefill of every (batch, prompt_len) and decode of every (batch, depth, gen_len), in every mode."""
-
-    batch: tuple[int, ...] = (1, 4)
-    prompt_len: tuple[int, ...] = (32,)
-    depth: tuple[int, ...] = (32,)  # tokens in the cache before the first measured step
-    gen_len: tuple[int, ...] = (4,)
-    mode: tuple[str, ...] = CPU_MODES
-    repeat: int = 2
-    warmup: int = 0  # the parity steps have compiled and touched everything once already
-    scenario: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "prompt_len", "depth", "gen_len"):
-            wrong = next(
-                (value for value in getattr(self, name) if type(value) is not int or value < 1), None
-            )
-            if wrong is not None:
-                raise ValueError(f"bench: {name} holds {wrong!r}, but must hold integers of at least 1")
-        unknown = next((mode for mode in self.mode if mode not in MODES), None)
-        if unknown is not None:
-            raise ValueError(f"bench: mode {unknown!r} is not one of {', '.join(MODES)}")
-        for name, least in (("repeat", 1), ("warmup", 0)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(f"bench: {name} is {value!r}, but must be an integer of at least {least}")
-        if not (self.mode and list(self.cases())):
-            raise ValueError("bench: nothing to measure: give a batch, and prompt_len or depth and gen_len")
-
-    def cases(self) -> Iterator[Case]:
-        """Every measurement of one mode."""
-        for batch in self.batch:
-            for length in self.prompt_len:
-                yield Case("prefill", batch, length, 0)
-            for depth in self.depth:
-                for length in self.gen_len:
-                    yield Case("decode", batch, depth, length)
-
-
-class Case(NamedTuple):
-    """`context` is the prompt of a prefill, the depth of a decode."""
-
-    kind: str
-    batch: int
-    context: int
-    gen_len: int
-
-    @property
-    def lead(self) -> int:
-        """Steps that prefilling takes: an early request decodes while the last ones still prefill."""
-        return -(-self.batch * self.context // max(STEP_TOKENS - self.batch, 1))
-
-    @property
-    def max_tokens(self) -> int:
-        return self.gen_len + self.lead if self.kind == "decode" else 1
-
-
-def find_scenario(name: str) -> Path:
-    """Its file in profiles/scenarios, here or beside the package. Raises ValueError if there is none."""
-    roots = (Path.cwd(), Path(dsv41.__path__[0]).parent)
-    folders = [root / "profiles" / "scenarios" for root in roots]
-    found = {path.stem: path for folder in reversed(folders) for path in sorted(folder.glob("*.toml"))}
-    if name not in found:
-        raise ValueError(f"--scenario {name}: there are {', '.join(found) or 'none in profiles/scenarios'}")
-    return found[name]
-
-
-def load_scenario(path: Path) -> tuple[str, Workload]:
-    """The preset and the workload of a scenario file. Raises ValueError for anything else than a scenario."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} is not TOML: {error}") from error
-    content["scenario"] = content.pop("name", path.stem)
-    content.pop("about", None)
-    preset = content.pop("preset", None)
-    if not isinstance(preset, str):
-        raise ValueError(f"{path} names no preset")
-    known = {item.name for item in fields(Workload)}
-    unknown = next((key for key in content if key not in known), None)
-    if unknown is not None:
-        raise ValueError(
-            f"{path}: unknown key {unknown!r}; there are name, about, preset, {', '.join(sorted(known))}"
-        )
-    lists = ("batch", "prompt_len", "depth", "gen_len", "mode")
-    wrong = next((key for key in lists if key in content and not isinstance(content[key], list)), None)
-    if wrong is not None:
-        raise ValueError(f"{path}: {wrong} must be a list")
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
-    return preset, Workload(**values)
-
-
-def capacity(workload: Workload, seed: int) -> EngineConfig:
-    """One size for the whole run: the shapes of caches and page table stay, so nothing compiles twice."""
-    cases = list(workload.cases())
-    return EngineConfig(
-        max_batch_tokens=max(LEAST, *(min(STEP_TOKENS, case.batch * case.context) for case in cases)),
-        max_requests=max(2, *workload.batch),
-        max_context_tokens=max(LEAST, *(case.context + case.max_tokens for case in cases)),
-        seed=seed,
-    )
+FILL_TOKENS = 4096  # computed for a fill that is repeated
 
 
 # -- the roof ----------------------------------------------------------------------------------------------
@@ -195,12 +88,36 @@ def _timed_step(llm: LLM, requests: Sequence[Request]) -> Sample:
     return Sample(seconds, (tuple(span for span in spans if span.rows),))
 
 
-def _run_case(llm: LLM, case: Case, seed: int) -> list[Sample]:
+def _prefill(llm: LLM, tokens: Sequence[int]) -> Snapshot:
+    """Compute some tokens, for requests that begin behind them."""
+    request = llm.add(tokens, SamplingParams(max_tokens=2, ignore_eos=True))
+    while not request.output:
+        _timed_step(llm, [request])
+    snapshot = take(request, llm.worker)
+    llm.abort(request)
+    llm.step()
+    return snapshot
+
+
+def _fill(llm: LLM, case: Case, fill: str, seed: int) -> Snapshot | None:
+    """What the case's requests begin behind; None if they begin with their first token."""
+    num_tokens = case.filled(fill)
+    if not num_tokens:
+        return None
+    computed = min(num_tokens, FILL_TOKENS) if fill == "repeated" else num_tokens
+    return _prefill(llm, random_tokens(computed, llm.model, seed))
+
+
+def _run_case(llm: LLM, case: Case, fill: str, begin: Snapshot | None, seed: int) -> list[Sample]:
     """One repetition: fill the engine, prefill, then decode; the samples of the kind that is asked for."""
     params = SamplingParams(max_tokens=case.max_tokens, ignore_eos=True)
-    prompts = [random_tokens(case.context, llm.model, seed + number) for number in range(case.batch)]
-    requests = [llm.add(tokens, params) for tokens in prompts]
-    samples = []
+    requests, samples = [], []
+    for number in range(case.batch):
+        tokens = random_tokens(case.prefix + case.context, llm.model, seed + number)
+        if begin is None:
+            requests.append(llm.add(tokens, params))
+        else:
+            requests.append(llm.import_state(repeated(begin, tokens, case.filled(fill), params)))
     while not all(request.output for request in requests):
         samples.append(_timed_step(llm, requests))
     if case.kind == "prefill":
@@ -215,9 +132,11 @@ def _run_case(llm: LLM, case: Case, seed: int) -> list[Sample]:
 
 
 def measure(llm: LLM, case: Case, workload: Workload, seed: int) -> list[Sample]:
+    fill = workload.fill
+    begin = _fill(llm, case, fill, seed)
     for _ in range(workload.warmup):
-        _run_case(llm, case, seed)
-    return [sample for _ in range(workload.repeat) for sample in _run_case(llm, case, seed)]
+        _run_case(llm, case, fill, begin, seed)
+    return [sample for _ in range(workload.repeat) for sample in _run_case(llm, case, fill, begin, seed)]
 
 
 def _percentiles(samples: Sequence[float]) -> dict[str, float]:
@@ -235,12 +154,15 @@ class Bench:
     workload: Workload
     seed: int
     say: Say
+    start: Start
+    late_compile: str = "warn"
     engine: EngineConfig = field(init=False)
     weights: Mapping[str, Weights] = field(init=False)
     roof: Roof = field(init=False)
 
     def __post_init__(self) -> None:
-        self.engine = capacity(self.workload, self.seed)
+        sizes = capacity(self.workload, self.model.config, self.seed)
+        self.engine = replace(sizes, late_compile=self.late_compile)
         self.engine.validate(self.model.config)
         self.weights = weights_by_part(self.model.config)
         dtype = getattr(torch, self.model.config.numerics.dtype_name)
@@ -248,35 +170,38 @@ class Bench:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Raises ParityError, before any number, when a mode does not agree with the reference."""
+        for case in self.workload.left_out():
+            self.say(f"left out, more than cache_tokens: {case.name}")
         for mode in self.workload.mode:
-            run: Run = self.model.decoder
-            compiled, engine = None, self.engine
-            if mode != "eager":
-                run = compiled = CompiledModule(self.model.decoder)
-                self.say("compiling the decoder, once for many rows and once for a single row")
+            start, engine = self.start.fork(), self.engine
+            compiled = CompiledModule(self.model.decoder) if mode != "eager" else None
+            run: Run = compiled if compiled is not None else self.model.decoder
+            self.say(f"compiling for {mode}")
+            compile_ahead(self.model, engine, run, start)
+            if compiled is not None:
+                self.say(f"compiled {compiled.num_compiles} graphs in {compiled.compile_seconds:.1f} s")
             if mode == "graph":
                 engine = replace(engine, graph_rows=max(self.workload.batch))
             parity = compare(self.model, engine, run)
-            if compiled is not None:
-                self.say(f"compiled {compiled.num_compiles} graphs in {compiled.compile_seconds:.1f} s")
             if not parity.passed:
                 raise ParityError(
                     f"bench: {mode} differs from the reference by {parity.worst_row:.2g} in its worst of "
                     f"{parity.rows} rows, more than {parity.limit:g}: no numbers"
                 )
-            llm = LLM(self.model, engine, run)
+            with start.phase("capture"):
+                llm = LLM(self.model, engine, run)
+                llm.warm_up()
             if llm.worker.graphs is not None:
                 graphs = llm.worker.graphs
                 self.say(f"captured {len(graphs.buckets)} steps in {graphs.seconds:.1f} s")
-            num_compiles = compiled.num_compiles if compiled is not None else 0
             for case in self.workload.cases():
-                self.say(f"measuring {mode}: {case.kind}, batch {case.batch}, context {case.context}")
+                self.say(f"measuring {mode}: {case.name}")
+                late = llm.metrics.late_compiles
                 samples = measure(llm, case, self.workload, self.seed)
-                if compiled is not None and compiled.num_compiles != num_compiles:
-                    raise RuntimeError(
-                        f"bench: {case.kind} of batch {case.batch} compiled again while measured"
-                    )
-                yield self._row(mode, case, samples, parity)
+                late = llm.metrics.late_compiles - late
+                if llm.metrics.preemptions:
+                    raise RuntimeError(f"bench: pages ran out, {case.name} was computed twice")
+                yield self._row(mode, case, samples, parity) | {"late_compiles": late, "start": start.row()}
 
     def _row(self, mode: str, case: Case, samples: list[Sample], parity: Parity) -> dict[str, Any]:
         milliseconds = [sample.seconds * 1e3 for sample in samples]
@@ -295,6 +220,8 @@ class Bench:
             "batch": case.batch,
             "prompt_len" if case.kind == "prefill" else "depth": case.context,
             "gen_len": case.gen_len,
+            "prefix": case.prefix,
+            "fill": self.workload.fill,
             "tokens_per_second": tokens / seconds,
             "milliseconds": {**spread, "samples": milliseconds},
             "num_bytes": num_bytes,
@@ -330,8 +257,10 @@ class Bench:
 
     def synthetic(self) -> list[str]:
         weights = [] if self.model.report else [f"stand-in weights (seed {self.seed})"]
+        repeats = f"caches repeat the pages of {FILL_TOKENS} tokens"
         return [
             *weights,
+            *([repeats] if self.workload.fill == "repeated" else []),
             "prompts of uniform random ids",
             "no shared prefixes, caches empty at the start",
             "costs assume uniform routing",

@@ -10,25 +10,34 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from torch import Tensor
 
 from dsv41.config import EngineConfig
 from dsv41.graphs.capture import Run
+from dsv41.graphs.watch import compilations
 from dsv41.model.caches import allocate_caches
 from dsv41.runner.async_output import AsyncResult
 from dsv41.runner.load import Model, load_by_name
 from dsv41.runner.request import Request, SamplingParams
-from dsv41.runner.schedule import PromptLogProb, TokenResult
+from dsv41.runner.schedule import PromptLogProb, SchedulerOutput, TokenResult
 from dsv41.runner.scheduler import Event, Scheduler
 from dsv41.runner.snapshot import Snapshot, restore, signature, take
+from dsv41.runner.start import Start, warm_up
 from dsv41.runner.worker import Worker
 
 Prompt = str | Sequence[int]
+LOG = logging.getLogger(__name__)  # without a handler a warning goes to stderr, as its plain text
+
+
+class LateCompileError(RuntimeError):
+    """A step of a warm engine compiled something, and the engine was told to refuse that."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,8 @@ class Completion:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Counters since the engine began. `cached_tokens` of `looked_up_tokens` came from the prefix cache."""
+    """Counters since the engine began. `cached_tokens` of `looked_up_tokens` came from the prefix cache;
+    `late_compiles` happened in steps after `warm_up`."""
 
     steps: int
     preemptions: int
@@ -57,6 +67,7 @@ class Metrics:
     cached_tokens: int
     running: int
     waiting: int
+    late_compiles: int
 
 
 class LLM:
@@ -88,6 +99,8 @@ class LLM:
         self._ids = itertools.count()
         self._in_flight: deque[AsyncResult] = deque()
         self._ready: list[Event] = []  # taken in outside `step`, for its next call
+        self._is_warm = False
+        self._num_late = 0
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -135,6 +148,30 @@ class LLM:
             raise ValueError(f"{self.model.blueprint.source} has no tokenizer: give token ids")
         return self.model.tokenizer.encode(prompt)
 
+    # -- ready ---------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Compile ahead what steps without images run. From then on a step that compiles anything is late:
+        counted, and logged as a warning or raised as `EngineConfig.late_compile` says."""
+        with compilations():  # nobody reads it: the hooks' own modules are loaded before the first step
+            warm_up(self.worker)
+        self._is_warm = True
+
+    def _watch(self) -> AbstractContextManager[list[str]]:
+        return compilations() if self._is_warm else nullcontext([])
+
+    def _check_late(self, found: list[str], output: SchedulerOutput) -> None:
+        """Raises LateCompileError if the engine is told so; the step's events then come with the next."""
+        if not found:
+            return
+        self._num_late += len(found)
+        counts = ", ".join(map(str, output.num_tokens.values()))
+        step = f"a step of {sum(output.num_tokens.values())} rows (by request: {counts})"
+        message = f"warning: compiled after ready, in {step}: {'; '.join(found)}"
+        if self.engine.late_compile == "error":
+            raise LateCompileError(message.removeprefix("warning: "))
+        LOG.warning(message)
+
     # -- steps ---------------------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
@@ -149,11 +186,13 @@ class LLM:
                 for request in self.scheduler.running
                 if request.params.token_mask is not None
             }
-        self.worker.execute(output)
-        launched = self.worker.sample()
+        with self._watch() as found:
+            self.worker.execute(output)
+            launched = self.worker.sample()
         if launched is not None:
             self._in_flight.append(launched)
         self._drain(behind=1 if self.engine.asynchronous and launched is not None else 0)
+        self._check_late(found, output)
         events, self._ready = self._ready, []
         return events
 
@@ -220,6 +259,7 @@ class LLM:
             cached_tokens=stats.hit_tokens,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
+            late_compiles=self._num_late,
         )
 
     # -- moving a request ------------------------------------------------------------------------------------
@@ -266,3 +306,10 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def compile_ahead(model: Model, engine: EngineConfig, run: Run, start: Start) -> None:
+    """The phase "compile" of a start, in an engine of the same sizes that captures nothing and is gone
+    afterwards: what follows finds everything compiled."""
+    with start.phase("compile"), LLM(model, replace(engine, graph_rows=0), run) as llm:
+        llm.warm_up()

@@ -17,6 +17,7 @@ import torch
 from dsv41 import backends as backend_table
 from dsv41.backends import FAMILIES, PRESETS, RECORD_FIELDS, RECORDS_OF, Backends
 from dsv41.config import ModelConfig
+from dsv41.graphs.artifacts import Artifacts
 from dsv41.graphs.segments import Segment
 from dsv41.hardware import Hardware
 from dsv41.model.costs import Weights
@@ -209,7 +210,7 @@ def _verdict(reason: str | None) -> str:
     return "runs" if reason is None else f"no: {reason.removeprefix('--backends ')}"
 
 
-def environment_lines(hardware: Hardware) -> list[str]:
+def environment_lines(hardware: Hardware, artifacts: Artifacts) -> list[str]:
     rows = [("python", platform.python_version()), ("torch", torch.__version__)]
     for package in (
         "triton",
@@ -225,6 +226,7 @@ def environment_lines(hardware: Hardware) -> list[str]:
             rows.append((package, "not installed"))
     kind = f"sm_{hardware.sm}" if hardware.sm else f"{torch.get_num_threads()} threads"
     rows += [("device", f"{hardware.device}: {hardware.name}, {kind}, {size(device_memory(hardware))}")]
+    rows += [("compiled code", f"{artifacts.root}, key {artifacts.key}")]
     return ["environment", *_indent(table(rows, left=2))]
 
 
@@ -306,8 +308,19 @@ def bench_head(bench: Bench) -> list[str]:
     ]
 
 
+def start_line(mode: str, start: Mapping[str, Any]) -> str:
+    """The seconds of every phase, and what compiling cost."""
+    seconds = dict(start["seconds"])
+    ready = seconds.pop("ready")
+    phases = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
+    found, compiled = start["segments_found"], start["segments_compiled"]
+    return (
+        f"start of {mode}: {phases}; ready after {ready:.1f} s; segments: {found} found, {compiled} compiled"
+    )
+
+
 BENCH_COLUMNS = ("mode", "kind", "batch", "context", "tok/s", "ms", "p10", "p90", "GB/s", "of roof", "parity")
-BENCH_ROW = "{:8} {:8} {:>5} {:>8} {:>10} {:>10} {:>10} {:>10} {:>8} {:>8} {:>8}"
+BENCH_ROW = "{:8} {:8} {:>5} {:>12} {:>10} {:>10} {:>10} {:>10} {:>8} {:>8} {:>8}"
 
 
 def bench_line(row: Mapping[str, Any]) -> str:
@@ -317,13 +330,20 @@ def bench_line(row: Mapping[str, Any]) -> str:
         row["mode"],
         row["kind"],
         row["batch"],
-        row.get("depth", row.get("prompt_len")),
+        _context(row),
         f"{row['tokens_per_second']:,.1f}",
         *(f"{times[name]:.2f}" for name in ("p50", "p10", "p90")),
         f"{row['gigabytes_per_second']:.3g}",
         f"{row['fraction_of_roof']:.2%}",
         f"{row['parity']['worst_row']:.1e}",
     )
+
+
+def _context(row: Mapping[str, Any]) -> str:
+    """The depth of a decode; the tokens of a prefill behind those of its prefix."""
+    if row["kind"] == "decode":
+        return str(row["depth"])
+    return f"{row['prefix']}+{row['prompt_len']}" if row["prefix"] else str(row["prompt_len"])
 
 
 def throughput_lines(row: Mapping[str, Any]) -> list[str]:

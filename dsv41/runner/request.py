@@ -8,6 +8,7 @@ from math import inf
 
 from torch import Tensor
 
+from dsv41.config import ModelConfig
 from dsv41.runner.block_table import RequestPages
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
@@ -150,3 +151,17 @@ class Request:
     @property
     def output(self) -> list[int]:
         return self.tokens[self.num_prompt :]
+
+
+def check_prompt(tokens: Sequence[int], params: SamplingParams, config: ModelConfig) -> None:
+    """Raises ValueError for a prompt that the model cannot continue."""
+    if not tokens:
+        raise ValueError("the prompt is empty: it needs at least one token")
+    wrong = next((token for token in tokens if not 0 <= token < config.vocab_size), None)
+    if wrong is not None:
+        raise ValueError(f"token id {wrong} is outside the vocabulary of {config.vocab_size} ids")
+    if len(tokens) + params.max_tokens > config.max_tokens:
+        raise ValueError(
+            f"a prompt of {len(tokens)} tokens and {params.max_tokens} new ones exceed the model's "
+            f"{config.max_tokens} tokens"
+        )

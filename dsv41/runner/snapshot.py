@@ -6,7 +6,8 @@ as they are, so both engines must have the same model, records and page size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -81,6 +82,29 @@ def take(request: Request, worker: Worker) -> Snapshot:
         open_groups={
             layer: worker.open_rows(request.request_id, layer).cpu().clone() for layer in caches.open_groups
         },
+    )
+
+
+def repeated(
+    snapshot: Snapshot, tokens: Sequence[int], num_computed: int, params: SamplingParams
+) -> Snapshot:
+    """A snapshot as if `num_computed` of `tokens` were computed: its pages over and over, or its first ones.
+    For measuring long contexts: what is in the caches then does not follow from the tokens."""
+    config, _, layout = snapshot.signature
+
+    def pages(content: dict[int, Tensor], num_pages: int) -> dict[int, Tensor]:
+        return {layer: held[torch.arange(num_pages) % len(held)] for layer, held in content.items()}
+
+    num_pages = layout.global_pages(num_computed)
+    return replace(
+        snapshot,
+        tokens=tuple(tokens),
+        num_prompt=len(tokens),
+        num_computed=num_computed,
+        params=params,
+        states=pages(snapshot.states, num_pages),
+        index_k=pages(snapshot.index_k, num_pages),
+        window=pages(snapshot.window, layout.window_pages(config.window_tokens)),
     )
 
 

@@ -40,7 +40,7 @@ class HandRequest:
 
 
 class Stepper:
-    """A worker with pages for `max_requests` full contexts, and no scheduler."""
+    """A worker without a scheduler. Pages: as the engine says, else for `max_requests` full contexts."""
 
     def __init__(self, model: Model, engine: EngineConfig, run: Run | None = None) -> None:
         engine.validate(model.config)
@@ -48,7 +48,8 @@ class Stepper:
         assert layout.page_tokens == engine.page_tokens, "the model was built for another page size"
         self.model, self.engine = model, engine
         max_pages = layout.global_pages(engine.max_context_tokens)
-        pools = [PagePool(1 + engine.max_requests * max_pages) for _ in range(2)]
+        whole = engine.max_requests * max_pages
+        pools = [PagePool(1 + (pages or whole)) for pages in (engine.global_pages, engine.window_pages)]
         self.prefix = PrefixCache(pools[0], pools[1], engine.page_tokens, layout.window_tokens, "off")
         self.caches: KVCaches = allocate_caches(
             layout, pools[1].num_pages, pools[0].num_pages, engine.max_requests, model.device

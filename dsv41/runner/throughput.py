@@ -89,5 +89,5 @@ def throughput(llm: LLM, jobs: Sequence[Job]) -> dict[str, Any]:
         "metrics": vars(llm.metrics),
         "engine": vars(llm.engine),
         "device": llm.model.blueprint.hardware.name,
-        "note": "all requests are there at the start; caches, compiled code and prefix cache start cold",
+        "note": "all requests are there at the start; code is compiled ahead, the prefix cache starts empty",
     }

@@ -26,20 +26,21 @@ from typing import Any, TextIO
 import torch
 
 from dsv41.backends import Backends
-from dsv41.config import EngineConfig
+from dsv41.config import EngineConfig, ModelConfig
 from dsv41.graphs.buckets import Bucket
 from dsv41.graphs.capture import Run, cuda_recorder
 from dsv41.graphs.module import CompiledModule
 from dsv41.model.caches import KVCaches
 from dsv41.model.inputs import StepInputs, StepOutput
 from dsv41.ops.library import implementation
-from dsv41.runner.bench import Case, Say, Workload, capacity
+from dsv41.runner.bench import Say
 from dsv41.runner.engine import LLM
 from dsv41.runner.load import Model
 from dsv41.runner.parity import random_tokens
 from dsv41.runner.parts import CLOSES_WITHIN, TWIN, Line, Summary, op_parts, summarise
 from dsv41.runner.report import table
 from dsv41.runner.request import SamplingParams
+from dsv41.runner.workload import Case, Workload, capacity
 
 Mark = Callable[[str], AbstractContextManager[Any]]  # a named range around a block
 
@@ -87,8 +88,8 @@ class Target:
         steps = self.warmup + 2 * self.steps + 3
         return Workload((self.batch,), prompt_len=(), depth=(self.context,), gen_len=(steps,))
 
-    def engine(self, seed: int) -> EngineConfig:
-        return capacity(self.workload, seed)
+    def engine(self, config: ModelConfig, seed: int) -> EngineConfig:
+        return capacity(self.workload, config, seed)
 
 
 class Driver:
@@ -100,7 +101,7 @@ class Driver:
         self._mark: Mark = nullcontext
         compiled = target.mode in ("compile", "graph")
         self._decoder: Run = CompiledModule(model.decoder) if compiled else model.decoder
-        self.llm = LLM(model, target.engine(seed), run=self._run)
+        self.llm = LLM(model, target.engine(model.config, seed), run=self._run)
         if target.captured:
             bucket = Bucket(target.batch, self.llm.scheduler.max_pages)
             self.llm.worker.capture((bucket,), cuda_recorder(model.device))

@@ -30,6 +30,7 @@ from dsv41.runner.results import Gathered, first_faults, gather
 from dsv41.runner.rows import compute_rows, select_rows, trim_window
 from dsv41.runner.sampler import LogProbs, Sampler, prompt_logprobs
 from dsv41.runner.schedule import NewRequest, RunningRequest, SchedulerOutput
+from dsv41.runner.start import warm_up
 from dsv41.runner.state import IMAGE_BIT, Changes, RequestState, Staging
 
 
@@ -69,6 +70,7 @@ class Worker:
         if engine.graph_rows:
             if self.state.counts.device.type != "cuda":
                 raise ValueError(f"graph_rows needs a CUDA device, not {device}")
+            warm_up(self)  # at sizes that compile for all, which the first bucket's may not
             self.capture(engine_buckets(model.config, engine, max_pages), cuda_recorder(device))
 
     @torch.inference_mode()
@@ -106,14 +108,26 @@ class Worker:
 
     def capture(self, buckets: Sequence[Bucket], record: Recorder) -> Graphs:
         """Record a graph per bucket. From now on `execute` replays one for every step that fits."""
-        self.graphs = Graphs(self.run, self.caches, buckets, self._padding, record)
+        self.graphs = Graphs(self.run, self.caches, buckets, self.padding, record)
         return self.graphs
 
-    def _padding(self, num_rows: int) -> StepInputs:
-        """A step of padding rows alone."""
-        config, layout, impl = self.model.config, self.model.layout, self.model.backends.rows
+    def padding(self, num_rows: int, tail: int | None = None) -> StepInputs:
+        """A step of padding rows alone, the last `tail` of them a tail."""
         nothing = torch.zeros(1, dtype=torch.int32, device=self.state.counts.device)
-        return compute_rows(self.state, nothing, nothing, num_rows, config, layout, impl)
+        step = self._rows(nothing, nothing, num_rows)
+        if tail is None:
+            return step
+        return self._with_tail(step, torch.arange(num_rows - tail, num_rows, device=nothing.device))
+
+    def _rows(self, slots: Tensor, counts: Tensor, num_rows: int) -> StepInputs:
+        config, layout, impl = self.model.config, self.model.layout, self.model.backends.rows
+        return compute_rows(self.state, slots, counts, num_rows, config, layout, impl)
+
+    def _with_tail(self, step: StepInputs, rows: Tensor) -> StepInputs:
+        """`rows` int64 [t] of the step go on behind the last KV source."""
+        config, layout, impl = self.model.config, self.model.layout, self.model.backends.rows
+        first = select_rows(step, rows)
+        return step.with_tail(Tail(rows, first, trim_window(first, self.state, config, layout, impl)))
 
     def _bucket(self, batch: Batch) -> Bucket | None:
         """The graph for a step: none for rows that end early (decoder replay) or bring their embeddings."""
@@ -343,15 +357,8 @@ class Worker:
 
     def _inputs(self, batch: Batch, staged: dict[str, Tensor], num_rows: int) -> StepInputs:
         """The step of a batch; rows above the batch's own are padding."""
-        config, layout, impl = self.model.config, self.model.layout, self.model.backends.rows
-        slots, counts = staged["slots"], staged["step_counts"]
-        step = compute_rows(self.state, slots, counts, num_rows, config, layout, impl)
-        step = self._with_images(batch, step)
-        if not batch.has_tail:
-            return step
-        rows = staged["tail_rows"].long()
-        first = select_rows(step, rows)
-        return step.with_tail(Tail(rows, first, trim_window(first, self.state, config, layout, impl)))
+        step = self._with_images(batch, self._rows(staged["slots"], staged["step_counts"], num_rows))
+        return self._with_tail(step, staged["tail_rows"].long()) if batch.has_tail else step
 
     def _with_images(self, batch: Batch, step: StepInputs) -> StepInputs:
         """Rows for the step's image positions, where a request of it has any."""

@@ -11,7 +11,7 @@ from torch import Tensor
 import dsv41
 from dsv41.config import EngineConfig
 from dsv41.graphs.capture import Run, narrow
-from dsv41.graphs.compile import inner_compiler
+from dsv41.graphs.compile import compile_whole, inner_compiler
 from dsv41.graphs.module import CompiledModule, trace_segments
 from dsv41.model.inputs import StepInputs
 from dsv41.model.plan import WINDOW
@@ -170,6 +170,19 @@ def test_modules_of_one_process_do_not_use_up_each_other_s_recompiles(short: Mod
         stepper, step = step_of(short, 3)
         module(step, stepper.caches)
         assert module.num_compiles == 1
+
+
+def test_a_module_may_have_as_many_graphs_as_there_are_kinds_of_steps() -> None:
+    """Rows one or many, a tail of none, one or many, images or not: 14, and the tracer's own limit is 8. An
+    engine with decoder replay that had seen all kinds would have failed at the next."""
+
+    class Any:
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    run = compile_whole(Any().forward, lambda graph, inputs: graph.forward)
+    for size in range(2, 16):
+        assert run(torch.zeros(size)).sum() == size
 
 
 def test_one_compile_for_all_page_table_widths(short: Model) -> None:
