@@ -257,9 +257,10 @@ def engram_constants(config: ModelConfig) -> dict[int, EngramConstants]:
 def default_token_map(config: ModelConfig) -> Tensor:
     """id % compressed_vocab, int64 [V]: a stand-in of the right range for runs without a tokenizer.
 
-    With real weights it selects the wrong Engram rows; use runner.tokenizer's map there.
+    With real weights it selects the wrong Engram rows; use runner.tokenizer's map there. Without Engram layers
+    nobody reads it.
     """
-    return torch.arange(config.vocab_size) % config.engram.compressed_vocab
+    return torch.arange(config.vocab_size) % max(config.engram.compressed_vocab, 1)
 
 
 def set_constants(decoder: nn.Module, config: ModelConfig, token_map: Tensor | None) -> None:

@@ -572,6 +572,15 @@ def test_dummy_tensors_do_not_depend_on_each_other() -> None:
     assert all(same_bytes(tensor, whole[name]) for name, tensor in decoder.state_dict().items())
 
 
+def test_dummy_without_engram() -> None:
+    """A model that has no such layer at all, and so no compressed vocabulary either."""
+    small = model_config("tiny")
+    config = dataclasses.replace(small, engram=type(small.engram)())
+    decoder = StandIn(config)
+    init_dummy(decoder, config, 7)
+    assert not [name for name in decoder.state_dict() if "engram" in name]
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_dummy_values(model: str) -> None:
     """Finite; matrices have deviation gain / sqrt(fan_in), made with scale bytes that vary."""
