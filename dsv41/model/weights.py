@@ -257,8 +257,8 @@ def engram_constants(config: ModelConfig) -> dict[int, EngramConstants]:
 def default_token_map(config: ModelConfig) -> Tensor:
     """id % compressed_vocab, int64 [V]: a stand-in of the right range for runs without a tokenizer.
 
-    With real weights it selects the wrong Engram rows; use runner.tokenizer's map there. Without Engram layers
-    nobody reads it.
+    With real weights it selects the wrong Engram rows; use runner.tokenizer's map there. Where no layer has
+    Engram nobody reads it.
     """
     return torch.arange(config.vocab_size) % max(config.engram.compressed_vocab, 1)
 
