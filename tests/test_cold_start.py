@@ -39,15 +39,17 @@ def bench(cache: Path, *argv: str) -> dict[str, Any]:
     return rows[0]["start"] | {"text": done.stdout + done.stderr}
 
 
-@pytest.fixture(scope="module")
-def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("start")
-    return folder, bench(folder / "cache", "--save-compiled", str(folder / "compiled.zip"))
+def test_a_cold_start_a_warm_one_and_the_file(tmp_path: Path, capsys, monkeypatch) -> None:
+    """One test, because it begins with half a minute of compiling."""
+    start = bench(tmp_path / "cache", "--save-compiled", str(tmp_path / "compiled.zip"))
+    a_cold_start_compiles_everything(tmp_path, start)
+    a_second_process_finds_what_the_first_compiled(tmp_path)
+    a_file_fills_an_empty_directory(tmp_path, capsys)
+    a_file_for_something_else_is_refused_before_loading(tmp_path, capsys, monkeypatch)
 
 
-def test_a_cold_start_compiles_everything(cold: tuple[Path, dict[str, Any]]) -> None:
+def a_cold_start_compiles_everything(folder: Path, start: dict[str, Any]) -> None:
     """Two graphs, many rows and one, of two segments each around the eager attention."""
-    folder, start = cold
     assert (start["segments_found"], start["segments_compiled"]) == (0, 4)
     (directory,) = (folder / "cache").iterdir()
     assert f"compiled code: {folder / 'cache'}, key {directory.name}" in start["text"]
@@ -60,8 +62,7 @@ def test_a_cold_start_compiles_everything(cold: tuple[Path, dict[str, Any]]) -> 
     assert "segments: 0 found, 4 compiled" in start["text"]
 
 
-def test_a_second_process_finds_what_the_first_compiled(cold: tuple[Path, dict[str, Any]]) -> None:
-    folder, _ = cold
+def a_second_process_finds_what_the_first_compiled(folder: Path) -> None:
     start = bench(folder / "cache")
     assert (start["segments_found"], start["segments_compiled"]) == (4, 0)
     (directory,) = (folder / "cache").iterdir()
@@ -70,10 +71,9 @@ def test_a_second_process_finds_what_the_first_compiled(cold: tuple[Path, dict[s
     assert {note["mode"] for note in notes} == {"compile"}
 
 
-def test_a_file_fills_an_empty_directory(cold: tuple[Path, dict[str, Any]], capsys) -> None:
+def a_file_fills_an_empty_directory(folder: Path, capsys) -> None:
     """With the entries that the process which compiled them left in its own, so that a start finds them. No
     start is tried: it would compile the C++ of the graphs again, which takes long."""
-    folder, _ = cold
     argv = ["generate", "--prompt-ids", "1,2", "--max-tokens", "1", "--set", ONE_LAYER, "--device", "cpu"]
     file = ["--load-compiled", str(folder / "compiled.zip"), "--cache-dir", str(folder / "elsewhere")]
     assert main([*argv, *file]) == 0
@@ -90,9 +90,8 @@ def test_a_file_fills_an_empty_directory(cold: tuple[Path, dict[str, Any]], caps
     assert len(entries[0]) == 8
 
 
-def test_a_file_for_something_else_is_refused_before_loading(cold, capsys, monkeypatch) -> None:
+def a_file_for_something_else_is_refused_before_loading(folder: Path, capsys, monkeypatch) -> None:
     """One line that says what differs. The weights are not loaded for it."""
-    folder, _ = cold
     monkeypatch.setattr("dsv41.run.load", lambda *args, **kwargs: pytest.fail("it was loaded"))
     other = ["bench", "--cache-dir", str(folder / "third"), "--load-compiled", str(folder / "compiled.zip")]
     assert main([*other, "--set", ONE_LAYER, "--device", "cpu", "--numerics", "fp32"]) == 2

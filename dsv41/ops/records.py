@@ -33,10 +33,8 @@ _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # midpoint k lies bet
 
 def _pow2(biased: Tensor) -> Tensor:
     """int32 exponent + 127 in 0..255 -> fp32 power of two, built from bits: exact at both ends, no exp2."""
-    # Bit 22 turns the zero pattern into 2^-127 (a subnormal) and the infinity pattern into NaN: for these two
-    # alone, b + 1 has no bit among the upper seven of eight.
-    edge = ((biased + 1) & 0xFE) == 0
-    return ((biased << 23) | (edge.to(torch.int32) << 22)).view(torch.float32)
+    # The pattern 0 means 2^-127, a subnormal, and 255, where fp32 has infinity, NaN.
+    return (biased << 23).view(torch.float32).clamp(min=2.0**-127).nan_to_num(nan=torch.nan, posinf=torch.nan)
 
 
 def e8m0_decode(scale: Tensor) -> Tensor:
