@@ -178,13 +178,13 @@ def generate(args: argparse.Namespace) -> None:
         check_prompt(args.prompt_ids, params, plan.config)  # before minutes of loading
     elif plan.directory is None:
         raise ValueError(f"--prompt needs a tokenizer, and preset {plan.source} has none: give --prompt-ids")
+    elif not args.prompt:
+        raise ValueError("the prompt is empty: it needs at least one token")
     model = _load(args, plan)
     prompt = args.prompt_ids
     if prompt is None:
         if model.tokenizer is None:
             raise ValueError(f"--prompt needs a tokenizer.json in {plan.source}: give --prompt-ids")
-        if not args.prompt:
-            raise ValueError("the prompt is empty: it needs at least one token")
         prompt = model.tokenizer.encode(args.prompt)
         check_prompt(prompt, params, plan.config)
     engine = LLM(model, _engine_config(args, len(prompt) + params.max_tokens))

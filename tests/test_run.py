@@ -30,6 +30,7 @@ WEIGHT = "layers.0.attn.wq_a.weight"
 def _warm():
     """The imports of a first call are not what the time limits are about."""
     assert main(["inspect", "--no-segments", "--quiet"]) == 0
+    assert main([*generate(EXCERPT), "--quiet"]) == 0  # the tokenizer's package
 
 
 @pytest.fixture
