@@ -18,7 +18,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from vendors import NoHostReads, assert_rows, lists, mixed_state, require, slow_attention
 
 from dsv41.backends import PRESETS, choose
 from dsv41.config import ModelConfig, Numerics
@@ -41,34 +41,10 @@ TOLERANCE = 4e-3
 # --- The double -----------------------------------------------------------------------------------
 
 
-def require(condition: object, sentence: str) -> None:
-    if not condition:
-        raise RuntimeError(sentence)
-
-
-def packed_state(view: Tensor, index: int) -> Tensor:
-    """fp64 [512] of one state from the NHD view [P, S, 1, 584]: all data of a page, then all its scales."""
-    page, offset = divmod(index, view.shape[1])
-    whole = torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage())
-    start = view.storage_offset() + page * view.stride(0)
-    data = whole[start + offset * 576 :][:576]
-    scales = whole[start + view.shape[1] * 576 + offset * 8 :][:7].int()
-    powers = torch.ldexp(torch.ones(7, dtype=torch.float64), scales - 127).repeat_interleave(64)
-    nope = data[:448].view(torch.float8_e4m3fn).double() * powers
-    return torch.cat((nope, data[448:].view(torch.bfloat16).double()))
-
-
 def plain_row(view: Tensor, index: int) -> Tensor:
     """fp64 [512] of one row, counted from the start of the pool in units of a row, gaps included."""
     whole = torch.empty(0, dtype=view.dtype).set_(view.untyped_storage())
     return whole[view.storage_offset() + index * DIM :][:DIM].double()
-
-
-def slow_attention(q: Tensor, keys: list[Tensor], sink: Tensor, scale: float) -> Tensor:
-    """One row: q [H, 512] over a list of fp64 keys -> bf16 [H, 512]."""
-    stack = torch.stack(keys)
-    logits = torch.cat((q.double() @ stack.T * scale, sink.double()[:, None]), dim=1)
-    return (logits.softmax(1)[:, :-1] @ stack).to(torch.bfloat16)
 
 
 class Mla(ModuleType):
@@ -166,7 +142,7 @@ class Mla(ModuleType):
         out = torch.zeros(query.shape, dtype=torch.bfloat16)
         for row in range(0 if self.blind else rows):
             keys = [
-                packed_state(cache, int(index))
+                mixed_state(cache, int(index))
                 for cache, listed, lengths in parts
                 for index in listed[row, : lengths[row]]
                 if index >= 0
@@ -257,22 +233,6 @@ def poisoned(record: str, num_pages: int, page: int, seed: int, gap: int = 0) ->
     return cache, slots
 
 
-def lists(slots: Tensor, rows: int, width: int, seed: int) -> Tensor:
-    """int32 [rows, width]: in turn full, empty, a prefix, holes, only the last place."""
-    draw = torch.Generator().manual_seed(seed)
-    listed = slots[torch.randint(0, len(slots), (rows, width), generator=draw)].to(torch.int32)
-    place, kind = torch.arange(width), (torch.arange(rows) + seed) % 5
-    drop = torch.zeros((rows, width), dtype=torch.bool)
-    for number, rule in (
-        (1, place >= 0),
-        (2, place >= width // 3),
-        (3, torch.rand((rows, width), generator=draw) < 0.5),
-        (4, place < width - 1),
-    ):
-        drop |= (kind == number)[:, None] & rule
-    return listed.masked_fill(drop, -1)
-
-
 def arguments(
     rows: int,
     heads: int = 16,
@@ -304,14 +264,8 @@ def check(args: list) -> Tensor:
     got = flashinfer.sparse_attention(*args)
     queries = rounded(args[0]) if FP8 in (args[3], args[7]) else args[0]
     expected = reference.sparse_attention(queries, *args[1:]).double()
-    assert got.shape == expected.shape
-    assert got.is_contiguous()
     assert got.dtype == torch.bfloat16
-    assert not got.isnan().any(), "NaN from a state that is not listed"
-    empty = ((args[2] >= 0).sum(1) + (args[6] >= 0).sum(1)) == 0
-    assert (got[empty] == 0).all()
-    error = (got.double() - expected).flatten(1).norm(dim=1)
-    assert (error <= TOLERANCE * expected.flatten(1).norm(dim=1)).all(), error
+    assert_rows(got, expected, args, TOLERANCE)
     return got
 
 
@@ -457,18 +411,6 @@ def test_many_rows_take_whole_tiles(double) -> None:
     assert double.calls == [("sparse", 65)]
 
 
-class NoHostReads(TorchDispatchMode):
-    """A value that the host waits for ends a graph capture."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.overloadpacket not in (
-            torch.ops.aten._local_scalar_dense,
-            torch.ops.aten.nonzero,
-            torch.ops.aten.masked_select,
-        ), f"{func} reads a value"
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("record", EVERY)
 def test_nothing_is_read_on_the_host(double, record: str) -> None:
     args = arguments(4, 24, record=record)
@@ -507,7 +449,7 @@ def test_views_and_records_agree(record: str, page: int) -> None:
     stored = records.read_slots(record, cache, slots, page, DIM, ROPE, torch.bfloat16)
     for slot, value in zip(slots[:20], stored, strict=False):
         if record == PACKED:
-            found = packed_state(flashinfer.page_view(cache, page), int(slot))
+            found = mixed_state(flashinfer.page_view(cache, page), int(slot))
         else:
             row = flashinfer.storage_rows(cache, slot.int(), page)
             found = plain_row(flashinfer.pool_view(cache, DTYPES[record]), int(row))

@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from vendors import NoHostReads, assert_rows, lists, mixed_state, powers, require, slow_attention
 
 from dsv41.backends import PRESETS
 from dsv41.config import ModelConfig
@@ -37,42 +37,22 @@ TOLERANCE = 4e-3
 # --- The double -----------------------------------------------------------------------------------
 
 
-def require(condition: object, sentence: str) -> None:
-    if not condition:
-        raise RuntimeError(sentence)
-
-
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 
 
 def slow_record(pages: Tensor, index: int) -> Tensor:
     """fp64 [512] of one state from the view [P, S, 1, bytes of a state], whose last size names the record."""
+    if pages.shape[3] == 584:
+        return mixed_state(pages, index)
     page, offset = divmod(index, pages.shape[1])
     whole = torch.empty(0, dtype=torch.uint8).set_(pages.untyped_storage())
     whole = whole[pages.storage_offset() + page * pages.stride(0) :]
-    if pages.shape[3] == 584:  # all data of a page, then all its scales; bf16 from channel 448 on
-        data, scales = whole[offset * 576 :][:576], whole[pages.shape[1] * 576 + offset * 8 :][:7]
-        nope = data[:448].view(torch.float8_e4m3fn).double() * powers(scales).repeat_interleave(64)
-        return torch.cat((nope, data[448:].view(torch.bfloat16).double()))
     state = whole[offset * pages.shape[3] :][: pages.shape[3]]
     if pages.shape[3] == 528:
         return state[:512].view(torch.float8_e4m3fn).double() * powers(state[512:]).repeat_interleave(32)
     codes = torch.stack((state[:256] % 16, state[:256] // 16), dim=1).flatten().long()
     values = torch.where(codes >= 8, -E2M1[codes % 8], E2M1[codes % 8])
     return values * state[256:].view(torch.float8_e4m3fn).double().repeat_interleave(16)
-
-
-def powers(scales: Tensor) -> Tensor:
-    return torch.tensor([2.0 ** (int(byte) - 127) for byte in scales], dtype=torch.float64)
-
-
-def slow_attention(q: Tensor, keys: list[Tensor], sink: Tensor, scale: float) -> Tensor:
-    """One row: q [H, 512] over a list of fp64 keys -> bf16 [H, 512]; nothing listed gives zeros."""
-    if not keys:
-        return torch.zeros_like(q)
-    stack = torch.stack(keys)
-    logits = torch.cat((q.double() @ stack.T * scale, sink.double()[:, None]), dim=1)
-    return (logits.softmax(1)[:, :-1] @ stack).to(torch.bfloat16)
 
 
 class Double(ModuleType):
@@ -232,22 +212,6 @@ def poisoned(
     return cache, slots
 
 
-def lists(slots: Tensor, rows: int, width: int, seed: int) -> Tensor:
-    """int32 [rows, width]: in turn full, empty, a prefix, holes, only the last place."""
-    draw = torch.Generator().manual_seed(seed)
-    listed = slots[torch.randint(0, len(slots), (rows, width), generator=draw)].to(torch.int32)
-    place, kind = torch.arange(width), (torch.arange(rows) + seed) % 5
-    drop = torch.zeros((rows, width), dtype=torch.bool)
-    for number, rule in (
-        (1, place >= 0),
-        (2, place >= width // 3),
-        (3, torch.rand((rows, width), generator=draw) < 0.5),
-        (4, place < width - 1),
-    ):
-        drop |= (kind == number)[:, None] & rule
-    return listed.masked_fill(drop, -1)
-
-
 def arguments(
     rows: int,
     heads: int = 64,
@@ -275,13 +239,7 @@ def check(args: list) -> Tensor:
     """The adapter first, then the reference: each row within tolerance, empty rows exactly zero."""
     got = flashmla.sparse_attention(*args)
     expected = reference.sparse_attention(*args).double()
-    assert got.shape == expected.shape
-    assert got.is_contiguous()
-    assert not got.isnan().any(), "NaN from a state that is not listed"
-    empty = ((args[2] >= 0).sum(1) + (args[6] >= 0).sum(1)) == 0
-    assert (got[empty] == 0).all()
-    error = (got.double() - expected).flatten(1).norm(dim=1)
-    assert (error <= TOLERANCE * expected.flatten(1).norm(dim=1)).all(), error
+    assert_rows(got, expected, args, TOLERANCE)
     return got
 
 
@@ -420,18 +378,6 @@ def test_prefill_rows_do_not_see_their_company(double, monkeypatch) -> None:
     double.calls.clear()
     assert torch.equal(flashmla.sparse_attention(*args), whole)
     assert double.calls == [("prefill", 2)] * 4 + [("prefill", 1)]
-
-
-class NoHostReads(TorchDispatchMode):
-    """A value that the host waits for ends a graph capture."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.overloadpacket not in (
-            torch.ops.aten._local_scalar_dense,
-            torch.ops.aten.nonzero,
-            torch.ops.aten.masked_select,
-        ), f"{func} reads a value"
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -38,6 +38,7 @@ from torch.nn.functional import pad
 
 from dsv41.hardware import Hardware
 from dsv41.ops import records
+from dsv41.ops.packages import load_failure
 
 QUERY_HEADS = 8
 HEAD_COUNTS = (8, 16, 32, 64, 128)
@@ -68,13 +69,10 @@ def why_not(hardware: Hardware, record: str | None) -> str | None:
 
 def _package_missing() -> str | None:
     """Why flashinfer cannot be used, or None."""
-    try:
-        flashinfer = _package()
-    except ModuleNotFoundError as missing:
-        return f"it needs the package '{missing.name}' ({INSTALL})"
-    except (ImportError, OSError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        return f"the package 'flashinfer' does not load here: {first}"
+    failure = load_failure("flashinfer", INSTALL, _package)
+    if failure is not None:
+        return failure
+    flashinfer = _package()
     version = str(getattr(flashinfer, "__version__", "unknown"))
     if tuple(map(int, re.findall(r"\d+", version)[:3])) < VERSION:
         return f"this is FlashInfer {version}, and 0.7.4 is the oldest that is known to fit ({INSTALL})"

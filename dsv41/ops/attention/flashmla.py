@@ -35,6 +35,7 @@ from torch.nn.functional import pad
 
 from dsv41.hardware import Hardware
 from dsv41.ops import records
+from dsv41.ops.packages import load_failure
 
 QUERY_HEADS = 64
 HEAD_DIM, ROPE_DIM = 512, 64
@@ -77,13 +78,10 @@ def why_not(hardware: Hardware, record: str | None) -> str | None:
 
 def _package_missing(legacy: bool) -> str | None:
     """Why flash_mla cannot be used, or None. Its import loads the kernels."""
-    try:
-        flash_mla = _package()
-    except ModuleNotFoundError as missing:
-        return f"it needs the package '{missing.name}' ({INSTALL})"
-    except (ImportError, OSError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        return f"the package 'flash_mla' does not load here: {first}"
+    failure = load_failure("flash_mla", INSTALL, _package)
+    if failure is not None:
+        return failure
+    flash_mla = _package()
     lacking = [name for name in SYMBOLS if not hasattr(flash_mla, name)]
     if lacking:
         return f"this package 'flash_mla' has no {lacking[0]}, so it is not sgl-flash-mla 1.0 ({INSTALL})"

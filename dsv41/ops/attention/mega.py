@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dsv41.hardware import Hardware
+from dsv41.ops.packages import load_failure
 
 RECORDS = ("scaled_528", "nvfp4_288")
 OPS = ("fused_norm_rope_attn_rope_cast_decode", "permute_q_b_proj")
@@ -44,13 +45,10 @@ def why_not(hardware: Hardware, record: str | None) -> str | None:
 
 def _package_missing() -> str | None:
     """Why the fused ops cannot be found, or None."""
-    try:
-        ops = _registered()
-    except ModuleNotFoundError as missing:
-        return f"it needs the package '{missing.name}' ({INSTALL})"
-    except (ImportError, OSError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        return f"the package 'flash_mla' does not load here: {first}"
+    failure = load_failure("flash_mla", INSTALL, _registered)
+    if failure is not None:
+        return failure
+    ops = _registered()
     lacking = [name for name in OPS if not hasattr(ops, name)]
     return f"this package 'flash_mla' registers no op {lacking[0]} ({INSTALL})" if lacking else None
 
