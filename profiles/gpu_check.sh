@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All tests that need a GPU, in one call, on a machine with one SM90 GPU. Most of the time is compilation, so the
-# test files run side by side (JOBS of them). Prints pytest's closing line of each; the logs of red files whole.
+# test files run side by side (JOBS of them, LIMIT seconds each). Prints pytest's closing line of each; the logs of red files whole.
 # Arguments: test files, or none for all of them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,7 +11,7 @@ files=("$@")
 check() {
   log="$LOGS/$(basename "$1" .py).log"
   started=$SECONDS
-  timeout 540 python3 -m pytest -m gpu -rs "$1" >"$log" 2>&1 && state=green || state=RED
+  timeout "${LIMIT:-540}" python3 -m pytest -m gpu -rs "$1" >"$log" 2>&1 && state=green || state=RED
   echo "$state $1 ($((SECONDS - started)) s): $(tail -1 "$log")"
   [ "$state" = green ]
 }
