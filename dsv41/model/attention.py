@@ -15,9 +15,8 @@ from dsv41.model.inputs import Rotations, Selection, StepInputs, empty_index
 from dsv41.model.layout import CacheLayout
 from dsv41.model.linear import Context, Fp8Linear, Fp8Weight, parameter
 from dsv41.model.plan import LayerPlan
-from dsv41.ops.arithmetic import rms_norm
 from dsv41.ops.attention.op import sparse_attention
-from dsv41.ops.linear.op import grouped_output
+from dsv41.ops.linear.op import grouped_output, rms_norm
 from dsv41.ops.projections.op import project_inputs
 from dsv41.ops.publish.op import publish_window
 
@@ -80,7 +79,7 @@ class Attention(nn.Module):
         )
         q_rank, kv = down.split((context.config.q_rank, context.config.head_dim), dim=-1)
         kv_gate, head_weights = side.split(self.side_split, dim=-1)
-        q, index_q = self.up(rms_norm(q_rank, self.q_norm, eps)).split(self.up_split, dim=-1)
+        q, index_q = self.up(rms_norm(q_rank, self.q_norm, eps, backends.linear)).split(self.up_split, dim=-1)
         q = publish_window(
             q.unflatten(-1, (context.config.num_heads, context.config.head_dim)),
             kv,

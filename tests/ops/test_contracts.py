@@ -221,6 +221,11 @@ def linear(rows: int, dtype: torch.dtype) -> list[Any]:
 
 
 @sample
+def rms_norm(rows: int, dtype: torch.dtype) -> list[Any]:
+    return [normal(rows, DIM, dtype=dtype), normal(DIM).bfloat16(), 1e-20]
+
+
+@sample
 def grouped_output(rows: int, dtype: torch.dtype) -> list[Any]:
     return [normal(rows, 4, DIM, dtype=dtype), normal(rows, ROPE), *fp8(2 * 32, 2 * DIM), 2, False]
 

@@ -9,6 +9,7 @@
       1 or 2 rows   dots_kernel
       ... 64 rows   stream_kernel, add_kernel
       more          torch.mm
+    rms_norm        norm_kernel
 
 One arithmetic everywhere: bf16 values that are exact (codes times powers of two), fp32 sums, one rounding.
 Only the order of the sums differs. `deterministic` takes ready rows, one tile width and one split of K for
@@ -33,6 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dsv41.hardware import Hardware
 from dsv41.ops.linear import gluon_dots as dots
 from dsv41.ops.linear import gluon_skinny as skinny
+from dsv41.ops.linear.triton_norm import norm_rows
 from dsv41.ops.linear.triton_rows import add_kernel, prepare_kernel, widen_kernel
 from dsv41.ops.linear.triton_stream import stream_kernel
 
@@ -364,3 +366,7 @@ def linear(x: Tensor, weight: Tensor, dtype: torch.dtype, deterministic: bool) -
         if dtype == torch.bfloat16:
             return torch.mm(rows, weight.mT).view(shape)
         return torch.mm(rows, weight.mT, out_dtype=dtype).view(shape)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return norm_rows(x, weight, eps)

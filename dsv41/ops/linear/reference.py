@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv41.ops import records
+from dsv41.ops import arithmetic, records
 from dsv41.ops.arithmetic import exact_matmul, rotate
 
 
@@ -28,3 +28,7 @@ def grouped_output(
     turned = rotate(o, cos_sin, inverse=True).flatten(1).unflatten(1, (groups, -1)).transpose(0, 1)
     per_group = records.dequantise_fp8_weight(weight, scale).unflatten(0, (groups, -1))  # [G, O, d*H/G]
     return exact_matmul(turned, per_group).to(o.dtype).transpose(0, 1).flatten(1)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return arithmetic.rms_norm(x, weight, eps)
