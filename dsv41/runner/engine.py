@@ -81,11 +81,7 @@ class LLM:
     ) -> None:
         self.engine = engine = engine if engine is not None else EngineConfig()
         self.model = model = load_by_name(model, engine) if isinstance(model, str) else model
-        engine.validate(model.config)
-        if model.layout.page_tokens != engine.page_tokens:
-            raise ValueError(
-                f"the model has pages of {model.layout.page_tokens} tokens, the engine {engine.page_tokens}"
-            )
+        model.check(engine)
         self.scheduler = Scheduler(model.config, engine, model.layout)
         prefix = self.scheduler.prefix
         self.caches = allocate_caches(

@@ -70,6 +70,16 @@ class Model:
     def device(self) -> str:
         return self.blueprint.hardware.device
 
+    def check(self, engine: EngineConfig) -> None:
+        """Raises ValueError for an engine that this model cannot serve, or was not loaded for."""
+        engine.validate(self.config)
+        if self.layout.page_tokens != engine.page_tokens:
+            raise ValueError(
+                f"the model has pages of {self.layout.page_tokens} tokens, the engine {engine.page_tokens}"
+            )
+        if engine.deterministic and not self.decoder.context.deterministic:
+            raise ValueError("the engine is deterministic, the model was not loaded so: load it with engine=")
+
 
 def blueprint(
     model: str | None = None,

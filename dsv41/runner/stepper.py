@@ -43,9 +43,8 @@ class Stepper:
     """A worker without a scheduler. Pages: as the engine says, else for `max_requests` full contexts."""
 
     def __init__(self, model: Model, engine: EngineConfig, run: Run | None = None) -> None:
-        engine.validate(model.config)
+        model.check(engine)
         layout = model.layout
-        assert layout.page_tokens == engine.page_tokens, "the model was built for another page size"
         self.model, self.engine = model, engine
         max_pages = layout.global_pages(engine.max_context_tokens)
         whole = engine.max_requests * max_pages

@@ -698,9 +698,15 @@ def test_hidden_rows(rows: int, layer) -> None:
         hidden = reference._gated(product.bfloat16(), weights.flatten()[pair[mine]], LIMIT)
         expected[mine] = records.round_trip(hidden, "fp8_32").float()
     errors, share = row_errors(found, expected), (found != expected).float().mean().item()
-    print(f"hidden rows: {errors.max():.2e} off at most, {share:.3%} of codes differ")
-    assert errors.max() < 1e-2, f"pair {pair[errors.argmax()]} is {errors.max():.2e} off"
-    assert share < 0.02
+    whole = ((found - expected).norm() / expected.norm()).item()
+    print(f"hidden rows: {whole:.2e} off, a row {errors.max():.2e} at most, {share:.3%} of codes differ")
+    # One code is an eighth of its value, and a sum of 14 bits may choose another; in a row whose norm is that
+    # of one value this is up to 6e-2. What a code leaves is the sum's own error, to a row's root mean square.
+    step = torch.maximum(found.abs(), expected.abs()) / 8
+    rms = expected.square().mean(1, keepdim=True).sqrt()
+    assert ((found - expected).abs() <= step + 1e-2 * rms).all()
+    assert whole < 3e-3
+    assert share < 0.01
 
 
 @pytest.mark.parametrize("layer", [small, release], ids=["small", "release"])

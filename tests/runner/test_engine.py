@@ -476,6 +476,11 @@ def test_a_model_of_another_page_size_is_refused() -> None:
         LLM(model(), EngineConfig(page_tokens=8))
 
 
+def test_a_model_that_was_not_loaded_deterministic_is_refused() -> None:
+    with pytest.raises(ValueError, match="was not loaded so"):
+        engine(deterministic=True)
+
+
 def test_rows_of_an_image_need_both_halves() -> None:
     """One without the other would be dropped in silence: the prompt would run as text."""
     used, length = engine(), len(prompts()[2])

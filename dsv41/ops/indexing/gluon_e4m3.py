@@ -32,6 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from triton.language.extra.cuda.gdc import gdc_launch_dependents, gdc_wait
+
 from dsv41.ops.indexing.gluon_scores import fetch, group_of, locate, sum_heads
 
 # A word's eight codes -> two words of e4m3 in the order of the channels, through the magnitudes {lo, hi}.
@@ -152,6 +154,8 @@ def decode_kernel(
     MMA: gl.constexpr = accumulator(32)
     VECTOR: gl.constexpr = BLOCK > 0 or S % 64 != 0
     row = gl.program_id(1)
+    gdc_wait()
+    gdc_launch_dependents()
     request = gl.load(row_request + row)
     n = gl.load(lengths + row)
     n = gl.where(request < 0, 0, n)

@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda.gdc import gdc_launch_dependents, gdc_wait
 
 TILE = gl.constexpr(64)
 UNDO = gl.constexpr(2.0**63)  # of 2^-64 in the keys and of the 2 in x + |x|
@@ -179,6 +180,8 @@ def decode_kernel(
     MMA: gl.constexpr = accumulator(32)
     VECTOR: gl.constexpr = BLOCK > 0 or S % 64 != 0
     row = gl.program_id(1)
+    gdc_wait()
+    gdc_launch_dependents()
     request = gl.load(row_request + row)
     n = gl.load(lengths + row)
     n = gl.where(request < 0, 0, n)

@@ -48,8 +48,8 @@ class Variant(NamedTuple):
 
 VARIANTS = MappingProxyType({
     "bf16": Variant(0, GROUP_ROWS, None, 128, 4),
-    "e4m3": Variant(1, GROUP_ROWS, None, 64, 8),
-    "e4m3_pairs": Variant(2, 4, 168, 80, 6),
+    "bf16_5": Variant(0, GROUP_ROWS, None, 96, 5),
+    "bf16_6": Variant(0, GROUP_ROWS, None, 80, 6),
     "e4m3_exact": Variant(4, 4, None, 96, 5),
 })  # fmt: skip
 
@@ -268,7 +268,7 @@ def score_fp4(
         words, keys, table, listed, rows.row_request, lengths, q, weights, scores,
         num_rows, table.stride(0), listed_stride, scores.stride(0),
         keys.stride(0), rows.page_states, block, grouped, loop,
-        num_warps=4, maxnreg=variant.decode_registers, **chains,
+        num_warps=4, maxnreg=variant.decode_registers, launch_pdl=True, **chains,
     )  # fmt: skip
     if grouped:
         parts = triton.cdiv(num_rows, GROUP_ROWS) * (GROUP_ROWS // variant.rows)
