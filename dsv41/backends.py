@@ -54,11 +54,22 @@ SM90 = Backends(
     compression="triton",
     publish="triton",
     rows="triton",
+    linear="gluon",
+    moe="gluon",
+    hyper="triton",
+    engram="triton",
     window_record="scaled_528",
     state_record="nvfp4_288",
     index_record="mxfp4_68",
 )
-SM100 = replace(SM90, attention="flashmla", indexing="reference", state_record="scaled_528")
+SM100 = replace(
+    SM90,
+    attention="flashmla",
+    indexing="reference",
+    linear="reference",
+    moe="reference",
+    state_record="scaled_528",
+)
 PRESETS = {
     "cpu": Backends(),
     "sm90": SM90,

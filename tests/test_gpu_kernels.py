@@ -1,7 +1,7 @@
 """The engine on the Hopper kernels: one SM90 GPU, the `kernel` preset and the golden checkpoint of its shape.
 
-`SM90` is the preset, the attention side; `DENSE` adds all kernels of the dense side that the golden
-checkpoint's sizes allow (its experts are too narrow), `ALL` the experts too.
+`ALL` is the preset; `DENSE` leaves out the experts, too narrow in the golden checkpoint, and `SPARSE`
+is the attention side alone.
 
 With quantisers two implementations that are not equal to the bit drift apart to a noise floor of 5 to 20 % of
 the logits' deviation (shared/golden/README.md, section 5), so the runs against the release are held to that
@@ -16,9 +16,11 @@ import golden
 import pytest
 import torch
 
-from dsv41.backends import PRESETS
+from dsv41.backends import PRESETS, RECORD_FIELDS
 from dsv41.config import EngineConfig
 from dsv41.graphs.module import CompiledModule
+from dsv41.hardware import detect
+from dsv41.ops.library import implementation
 from dsv41.run import main
 from dsv41.runner.engine import LLM
 from dsv41.runner.load import Model, blueprint, load
@@ -28,12 +30,10 @@ from dsv41.runner.stepper import Stepper
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs one SM90 GPU")]
 
-SM90 = "sm90"
-DENSE = "sm90,linear=gluon,hyper=triton,engram=triton"
-ALL = f"{DENSE},moe=gluon"
-RECORDS = ",".join(
-    f"{name}={getattr(PRESETS['sm90'], name)}" for name in ("window_record", "state_record", "index_record")
-)
+DENSE = "sm90,moe=reference"
+SPARSE = f"{DENSE},linear=reference,hyper=reference,engram=reference"
+ALL = "sm90"
+FLASHMLA = "sm90-flashmla,moe=reference"
 PROMPT_LIMIT, DECODE_LIMIT = 0.25, 0.30  # kernel_dims in bf16: shared/golden/README.md, section 5
 DECISIVE = 1.5  # the golden margin from which on the argmax must agree
 
@@ -41,12 +41,27 @@ DECISIVE = 1.5  # the golden margin from which on the argmax must agree
 # -- the release's own outputs ----------------------------------------------------------------------------
 
 
+def records_of(backends: str) -> str:
+    preset = PRESETS[backends.partition(",")[0]]
+    return ",".join(f"{name}={getattr(preset, name)}" for name in RECORD_FIELDS)
+
+
 @cache
 def kernel_dims(backends: str) -> dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]]:
     return golden.together("kernel_dims", "bf16", backends, "cuda")
 
 
-@pytest.mark.parametrize("backends", [SM90, DENSE], ids=["sm90", "dense"])
+NO_FLASHMLA = implementation("attention", "flashmla").why_not(detect("auto"), None)
+BACKENDS = [
+    pytest.param(SPARSE, id="sparse"),
+    pytest.param(DENSE, id="dense"),
+    pytest.param(
+        FLASHMLA, id="flashmla", marks=pytest.mark.skipif(bool(NO_FLASHMLA), reason=str(NO_FLASHMLA))
+    ),
+]
+
+
+@pytest.mark.parametrize("backends", BACKENDS)
 @pytest.mark.parametrize("key", golden.prompts("kernel_dims", images=True), ids=str)
 def test_kernel_dims_end_to_end(key: tuple[str, int], backends: str) -> None:
     prefill, decode = (part.cpu() for part in kernel_dims(backends)[key])
@@ -60,10 +75,10 @@ def test_kernel_dims_end_to_end(key: tuple[str, int], backends: str) -> None:
     assert torch.equal(ours[decisive], tokens[decisive])
 
 
-@pytest.mark.parametrize("backends", [SM90, DENSE], ids=["sm90", "dense"])
+@pytest.mark.parametrize("backends", BACKENDS)
 def test_kernel_dims_against_the_reference_on_the_same_records(backends: str) -> None:
     """Pooled over all prompts the kernels are no further from the reference ops than two valid builds are."""
-    ours, reference = kernel_dims(backends), kernel_dims(f"cpu,{RECORDS}")
+    ours, reference = kernel_dims(backends), kernel_dims(f"cpu,{records_of(backends)}")
     for part, limit in ((0, PROMPT_LIMIT), (1, DECODE_LIMIT)):
         mine, other = (torch.cat([run[key][part] for key in run]) for run in (ours, reference))
         assert golden.prompt_error(mine, other) <= limit
@@ -178,7 +193,7 @@ def test_a_replay_equals_the_step_at_every_live_count() -> None:
 
 
 def test_compiled_and_captured_steps_give_the_same_tokens() -> None:
-    """One compile for many rows and one for a single row serve every bucket, each for one page and for more."""
+    """One compile for many rows and one for a single row serve every bucket, with one page or more."""
     module = CompiledModule(kernel_model().decoder)
     engine = EngineConfig(max_requests=8, max_context_tokens=512, deterministic=True, graph_rows=4)
     with LLM(kernel_model(), engine, run=module) as llm:

@@ -31,7 +31,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
 from triton.language.extra.cuda.gdc import gdc_launch_dependents, gdc_wait
 
 from dsv41.ops.indexing.gluon_scores import fetch, group_of, locate, sum_heads
