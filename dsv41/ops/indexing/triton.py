@@ -30,6 +30,7 @@ from dsv41.ops.indexing import triton_scores, triton_topk
 
 SCORE_BYTES = 256 << 20
 PLAIN_TILE = 64
+QUERY_HEADS = 4  # of a program that rotates and quantises queries
 GROUP_ROWS = 8  # rows of a prefill group
 FEW_ROWS = 16  # to here rows are scored one by one
 MANY_ROWS = 64  # from here one CTA selects from a row, below it several
@@ -68,16 +69,18 @@ def index_query(
     num_rows, heads, dim = q.shape
     assert q.dtype == torch.bfloat16, f"index queries are bf16, got {q.dtype}"
     assert q.stride(2) == 1, "a head's channels are contiguous"
+    assert not (q.stride(0) % 2 or q.stride(1) % 2 or dim % 2 or q.data_ptr() % 4), "channels come in pairs"
     turned, weights = q.new_empty(q.shape), q.new_empty(q.shape[:2])
     if num_rows == 0:
         return turned, weights
     kind = "fp8" if record == "fp8_132" else "mxfp4" if quantise else "rows"
     assert kind != "mxfp4" or dim % 32 == 0, f"fp4 scales cover 32 channels, the head has {dim}"
-    triton_scores.query_kernel[(num_rows,)](
+    together = min(QUERY_HEADS, _power(heads))
+    triton_scores.query_kernel[(num_rows, triton.cdiv(heads, together))](
         q, head_weights, cos_sin, turned, weights,
         q.stride(0), q.stride(1), head_weights.stride(0), cos_sin.stride(0), dim**-0.5 * heads**-0.5,
-        heads, _power(heads), dim, _power(dim), cos_sin.shape[1], kind,
-        enable_fp_fusion=False,  # products round before their sum, as in the reference
+        heads, together, dim, _power(dim), cos_sin.shape[1], kind,
+        num_warps=2, enable_fp_fusion=False,  # products round before their sum, as in the reference
     )  # fmt: skip
     return turned, weights
 

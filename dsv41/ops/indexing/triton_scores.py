@@ -1,6 +1,6 @@
 """Index queries and index scores in plain Triton, for every record and every shape.
 
-    query_kernel   grid [T]           rotate, round, quantise a row's queries; scale its head weights
+    query_kernel   grid [T, heads]    rotate, round, quantise some heads of a row; scale their weights
     scores_kernel  grid [tiles, T]    TILE columns of one row: dequantise keys, one dot, relu, weighted sum
     mask_kernel    grid [tiles, T]    -inf beyond a row's visible states
 
@@ -55,14 +55,16 @@ def query_kernel(
     H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     R: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
-    """A row as pairs of channels [HP heads, DP / 2]: even and odd channels in two tensors."""
+    """HP heads of a row as words of two channels [HP, DP / 2], the even one in the low half."""
     row = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HP)[:, None]
+    heads = tl.program_id(1) * HP + tl.arange(0, HP)
+    head = heads[:, None]
     pair = tl.arange(0, DP // 2)[None, :]
     real = (head < H) & (pair < D // 2)
-    source = q + row * q_row + head * q_head + 2 * pair
-    even = tl.load(source, mask=real, other=0.0).to(tl.float32)
-    odd = tl.load(source + 1, mask=real, other=0.0).to(tl.float32)
+    source = (q + row * q_row).to(tl.pointer_type(tl.int32)) + head * (q_head // 2) + pair
+    words = tl.load(source, mask=real, other=0)
+    even = (words << 16).to(tl.float32, bitcast=True)
+    odd = (words & -65536).to(tl.float32, bitcast=True)
     angle = pair - (D - R) // 2  # the last R channels turn
     turns = (angle >= 0) & (angle < R // 2)
     cos = tl.load(cos_sin + row * angle_row + angle, mask=turns, other=1.0)
@@ -87,10 +89,11 @@ def query_kernel(
         down, up = power_of_two((254 - biased) & 0xFF), power_of_two(biased)
         new_even = (new_even * down).to(tl.float8e4nv).to(tl.float32) * up
         new_odd = (new_odd * down).to(tl.float8e4nv).to(tl.float32) * up
-    target = turned + (row * H + head) * D + 2 * pair
-    tl.store(target, new_even.to(tl.bfloat16), mask=real)
-    tl.store(target + 1, new_odd.to(tl.bfloat16), mask=real)
-    heads = tl.arange(0, HP)
+    # Both are bf16 values by now: codes times powers of two, or rounded above.
+    low = (new_even.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+    high = new_odd.to(tl.int32, bitcast=True) & -65536
+    target = (turned + row * (H * D)).to(tl.pointer_type(tl.int32)) + head * (D // 2) + pair
+    tl.store(target, low | high, mask=real)
     w = tl.load(head_weights + row * weight_row + heads, mask=heads < H, other=0.0).to(tl.bfloat16)
     tl.store(weights + row * H + heads, (w.to(tl.float32) * scale).to(tl.bfloat16), mask=heads < H)
 
