@@ -229,7 +229,7 @@ class Bench:
             "gigabytes_per_second": num_bytes / seconds / 1e9,
             "floor_milliseconds": floor * 1e3,
             "fraction_of_roof": floor / seconds,
-            "parity": {"rows": parity.rows, "worst_row": parity.worst_row, "limit": parity.limit},
+            "parity": vars(parity),
             **self.setting(),
         }
 

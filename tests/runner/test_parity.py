@@ -54,3 +54,23 @@ def test_a_wrong_callable_is_told() -> None:
         return type(output)(output.hidden.flip(-1), output.features, output.fault_layer)
 
     assert not parity.compare(model, ENGINE, measured).passed
+
+
+def test_a_deep_model_is_held_to_its_own_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a limit below the tiny model's noise: one more rounding passes, half a residual does not."""
+    monkeypatch.setitem(parity.PARITY_LIMIT, True, 1e-3)
+    model = load(blueprint(preset_name="tiny", device="cpu", page_tokens=4))
+    nudged = parity._nudged(model.decoder.embedding)
+    ulps = (nudged.view(torch.int16) - model.decoder.embedding.view(torch.int16)).abs()
+    assert ulps.max() == 1
+    assert ulps.float().mean() > 0.99
+
+    other = parity._twin(model, model.backends)
+    other.embedding = torch.nn.Parameter(nudged, requires_grad=False)
+    found = parity.compare(model, ENGINE, other)
+    assert found.passed
+    assert found.noise == found.worst_row > 1e-3
+    assert found.limit == parity.NOISE_FACTOR * found.noise
+
+    other.embedding = torch.nn.Parameter(model.decoder.embedding * 1.5, requires_grad=False)
+    assert not parity.compare(model, ENGINE, other).passed
