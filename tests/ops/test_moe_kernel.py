@@ -861,13 +861,13 @@ def test_the_shared_expert_beside_the_others_gives_the_same_bits(rows: int, dete
         return kept
 
     with poisoned_memory():
-        ours, serial = stack("overlapped"), stack("gluon")
+        ours, serial = stack("gluon_overlapped"), stack("gluon")
     assert all(torch.equal(a, b) for a, b in zip(ours, serial, strict=True))
     if not rows:
         return
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        again = stack("overlapped")
+        again = stack("gluon_overlapped")
     for _ in range(5):
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(again, serial, strict=True))
