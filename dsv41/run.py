@@ -37,7 +37,7 @@ from dsv41.runner.load import Blueprint, Model, blueprint, load, trace_blueprint
 from dsv41.runner.request import SamplingParams, check_prompt
 from dsv41.runner.start import Start, artifacts, default_cache_root
 from dsv41.runner.throughput import jobs_of, random_jobs, read_workload, throughput
-from dsv41.runner.workload import LISTS, Workload, find_scenario, load_scenario
+from dsv41.runner.workload import LISTS, SWITCHES, Workload, find_scenario, load_scenario
 
 IMPORT_SECONDS = time.perf_counter() - dsv41.IMPORTED_AT
 SLOW_SECONDS = 2.0  # between two progress lines
@@ -382,8 +382,8 @@ def _load(args: argparse.Namespace, plan: Blueprint) -> Model:
 
 def _workload(args: argparse.Namespace) -> Workload:
     """From the flags, or from a scenario file, whose preset then is the default."""
-    flags = (*BENCH_FLAGS, "mode")
-    given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
+    flags = (*BENCH_FLAGS, *SWITCHES, "mode")
+    given = {name: getattr(args, name) for name in flags if getattr(args, name) not in (None, False)}
     workload = Workload()
     if args.scenario is not None:
         if given:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import dsv41.ops.linear.op  # noqa: F401
-from dsv41.ops.moe import gluon_few, gluon_many, gluon_pack, gluon_run, triton_group
+from dsv41.ops.moe import gluon, gluon_few, gluon_many, gluon_pack, triton_group
 from dsv41.ops.moe.op import experts, route
 
 HIDDEN, WIDTH, EXPERTS, TOP_K, LIMIT = 5120, 2304, 128, 6, 10.0
@@ -109,7 +109,7 @@ def build(case: str, layer: Layer, rows: int, arguments: argparse.Namespace) -> 
     if case == "experts":
         args = (x, ids, weights, *layer.packed, *layer.shared, LIMIT, True, False, arguments.linear, "gluon")
         return lambda: experts(*args), whole + sum(part.numel() for part in layer.shared)
-    few = case == "few" or (case == "routed" and rows <= gluon_run.FEW_ROWS)
+    few = case == "few" or (case == "routed" and rows <= gluon.FEW_ROWS)
     return lambda: triton_group.combine(layer.routed(x, ids, weights, few, plan), ids, x), whole
 
 

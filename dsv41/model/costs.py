@@ -28,25 +28,27 @@ from typing import NamedTuple
 from dsv41.config import ModelConfig
 from dsv41.model.checkpoint import TensorSpec, checkpoint_tensors
 from dsv41.model.layout import CacheGroup, CacheLayout
-from dsv41.model.plan import LayerPlan
+from dsv41.model.plan import LayerPlan, kv_sources
 
 EMBEDDING, TABLES, EXPERTS, HEAD = "embedding", "engram tables", "routed experts", "head"
 SCORING, ATTENTION = "index scoring", "sparse attention"
+ENGRAM, INDEX = "engram projections", "indexer and compressor"
+UP_FRONT = (EMBEDDING, TABLES, HEAD, ENGRAM, INDEX)
 
 # First match wins; a target is a decoder parameter without its layer.
 PART_OF_TARGET = (
     ("embedding", EMBEDDING),
     ("head", HEAD),
     ("engram.table", TABLES),
-    ("engram.", "engram projections"),
+    ("engram.", ENGRAM),
     ("moe.shared", "shared experts"),
     ("moe.gate_up", EXPERTS),
     ("moe.down", EXPERTS),
     ("moe.", "router"),
     ("attention_hyper.", "hyper connections"),
     ("ffn_hyper.", "hyper connections"),
-    ("attention.side", "indexer and compressor"),
-    ("attention.compressor.", "indexer and compressor"),
+    ("attention.side", INDEX),
+    ("attention.compressor.", INDEX),
     ("attention.", "attention projections"),
     ("", "norms"),
 )
@@ -107,7 +109,7 @@ def part_of(spec: TensorSpec) -> str:
     if target.startswith("layers."):
         target = target.split(".", 2)[2]
     if target.startswith("attention.up.") and spec.rows is not None and spec.rows[0] > 0:
-        return "indexer and compressor"  # the index queries' rows of the joint up-projection
+        return INDEX  # the index queries' rows of the joint up-projection
     return next(part for prefix, part in PART_OF_TARGET if target.startswith(prefix))
 
 
@@ -129,11 +131,15 @@ def step_cost(
     layout: CacheLayout,
     weights: Mapping[str, Weights],
     spans: Sequence[Span],
+    tails: Sequence[Span] | None = None,
 ) -> StepCost:
     """The cost of a step that computes `spans`, one per request, each ending in a row that needs logits.
 
-    weights: of `weights_by_part(config)`.
+    weights: of `weights_by_part(config)`. `tails`: what the last KV source and the layers behind it compute
+    of the spans, in decoder replay. The source's own keys and values for the other rows are left out.
     """
+    if tails is not None:
+        return _replay_cost(config, plan, layout, weights, spans, tails)
     rows, k, E = sum(span.rows for span in spans), config.experts_per_token, config.num_experts
     parts: dict[str, Cost] = {}
     for part, (num_bytes, elements) in weights.items():
@@ -151,6 +157,30 @@ def step_cost(
             parts[part] = Cost(num_bytes, 2 * rows * elements)
     parts[SCORING] = _scoring(config, plan, layout, spans)
     parts[ATTENTION] = _sparse_attention(config, plan, layout, spans)
+    return StepCost(parts)
+
+
+def _replay_cost(
+    config: ModelConfig,
+    plan: Sequence[LayerPlan],
+    layout: CacheLayout,
+    weights: Mapping[str, Weights],
+    spans: Sequence[Span],
+    tails: Sequence[Span],
+) -> StepCost:
+    """Layers share a part's weights equally; those of UP_FRONT lie in front of the cut."""
+    cut = kv_sources(tuple(plan))[-1].layer
+    front = step_cost(config, plan[:cut], layout, weights, spans).parts
+    behind = step_cost(config, plan[cut:], layout, weights, [span for span in tails if span.rows]).parts
+    parts = {}
+    for part, cost in front.items():
+        share = 1.0 if part in UP_FRONT else cut / len(plan)
+        num_bytes, flops = cost.num_bytes * share, cost.flops * share
+        if part in (SCORING, ATTENTION):
+            num_bytes, flops = cost
+            share = 0.0
+        num_bytes += behind[part].num_bytes * (1 - share)
+        parts[part] = Cost(num_bytes, flops + behind[part].flops * (1 - share))
     return StepCost(parts)
 
 

@@ -206,7 +206,7 @@ class Bench:
     def _row(self, mode: str, case: Case, samples: list[Sample], parity: Parity) -> dict[str, Any]:
         milliseconds = [sample.seconds * 1e3 for sample in samples]
         spread = _percentiles(milliseconds)
-        costs = [self._cost(spans) for spans in samples[len(samples) // 2].spans]
+        costs = [self._cost(spans, case) for spans in samples[len(samples) // 2].spans]
         floor = sum(
             cost.floor_seconds(self.roof.bytes_per_second, self.roof.flops_per_second) for cost in costs
         )
@@ -233,9 +233,14 @@ class Bench:
             **self.setting(),
         }
 
-    def _cost(self, spans: Sequence[Span]) -> StepCost:
-        model = self.model
-        return step_cost(model.config, model.plan, model.layout, self.weights, spans)
+    def _cost(self, spans: Sequence[Span], case: Case) -> StepCost:
+        model, tails = self.model, None
+        if self.workload.decoder_replay and case.kind == "prefill":
+            first = case.prefix + case.context - model.config.window_tokens
+            tails = [
+                Span(max(span.start, first), max(0, span.end - max(span.start, first))) for span in spans
+            ]
+        return step_cost(model.config, model.plan, model.layout, self.weights, spans, tails)
 
     def setting(self) -> dict[str, Any]:
         """What every row is measured on, and what in it is not real."""

@@ -15,6 +15,7 @@ MODES = ("eager", "compile", "graph")
 CPU_MODES = ("eager", "compile")  # without CUDA graphs
 FILLS = ("computed", "repeated")
 LISTS = ("batch", "prompt_len", "prefix", "depth", "gen_len")
+SWITCHES = ("asynchronous", "decoder_replay")
 LEAST = 8  # tokens of capacity that the parity steps need
 
 
@@ -31,8 +32,9 @@ class Case(NamedTuple):
 
     @property
     def max_tokens(self) -> int:
-        """Of an answer: an early request decodes while the last ones still prefill."""
-        return self.gen_len + self.lead if self.kind == "decode" else 1
+        """Of an answer: an early request decodes while the last ones still prefill, and an asynchronous
+        engine is one step ahead."""
+        return self.gen_len + self.lead + 1 if self.kind == "decode" else 1
 
     @property
     def name(self) -> str:
@@ -59,7 +61,9 @@ class Workload:
     A prompt of up to `step_rows` tokens is one chunk, computed in one step. Cases that keep more than
     `cache_tokens` tokens in the caches are left out (0: none are). `fill` says where the tokens before the
     first measured step come from: "computed" by a prefill, or "repeated": copies of the first pages, for
-    contexts whose prefill would take longer than what is measured.
+    contexts whose prefill would take longer than what is measured. `asynchronous`: a step is launched before
+    the results of the one before are taken in, so that a decode's time is the longer of the GPU's and the
+    host's. `decoder_replay`: layers behind the last KV source compute the last window of a prompt.
     """
 
     batch: tuple[int, ...] = (1, 4)
@@ -71,6 +75,8 @@ class Workload:
     step_rows: int = 4096
     cache_tokens: int = 0
     fill: str = "computed"
+    asynchronous: bool = False
+    decoder_replay: bool = False
     repeat: int = 2
     warmup: int = 0  # the parity steps have compiled and touched everything once already
     scenario: str | None = None
@@ -89,6 +95,9 @@ class Workload:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ValueError(f"bench: {name} is {value!r}, but must be an integer of at least {least}")
+        for name in SWITCHES:
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"bench: {name} is {getattr(self, name)!r}, but must be true or false")
         if max(self.batch, default=0) > self.step_rows:
             raise ValueError(f"bench: step_rows {self.step_rows} is less than a batch of {max(self.batch)}")
         if not (self.mode and list(self.cases())):
@@ -173,5 +182,7 @@ def capacity(workload: Workload, config: ModelConfig, seed: int) -> EngineConfig
         max_context_tokens=context,
         global_pages=max(2 * -(-context // page_tokens), *pages),  # two requests for parity
         window_pages=window + 2 * -(-rows // page_tokens),
+        asynchronous=workload.asynchronous,
+        decoder_replay=workload.decoder_replay,
         seed=seed,
     )

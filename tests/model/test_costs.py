@@ -83,6 +83,17 @@ def test_prefill_flops():
     assert cost.flops / 1e12 == pytest.approx(140, rel=0.02)
 
 
+def test_decoder_replay_flops():
+    """4096 rows, of which layers 20 to 39 compute the last 128: 73 TFLOP, of which experts 36 and attention
+    projections 21 (spec/performance.md 2)."""
+    cost = step_cost(*setting("full"), [Span(0, 4096)], [Span(3968, 128)])
+    assert cost.flops / 1e12 == pytest.approx(73, rel=0.02)
+    for part, teraflops in (("routed experts", 36), ("attention projections", 21), ("shared experts", 6.0)):
+        assert cost.parts[part].flops / 1e12 == pytest.approx(teraflops, rel=0.04), part
+    for part, same in step_cost(*setting("full"), [Span(0, 4096)], [Span(0, 4096)]).parts.items():
+        assert same == pytest.approx(step_cost(*setting("full"), [Span(0, 4096)]).parts[part]), part
+
+
 def test_attention_by_hand():
     """kernel at position 999, one row: every window full, the top states in four of its five layers."""
     config, plan, layout, weights = setting("kernel")

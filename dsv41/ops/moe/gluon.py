@@ -1,16 +1,31 @@
-"""Mixture of experts on Hopper, one kernel after the other, on weights in the byte order of gluon_pack.py.
+"""Mixture of experts on Hopper: which kernels run, on weights in the byte order of gluon_pack.py.
 
-The shared expert's two products are the `linear` family's; gluon_run.py has the rest.
+Few rows (gluon_few.py) are bound by reading weights: fp8 products, every chosen expert read once. Many rows
+(gluon_many.py) are bound by products: bf16. Both take the one packing, round where the reference does, and
+leave a row per pair, which `combine` adds up. They differ in the last bits, so `deterministic` always takes
+the second, whose rows do not depend on the rows beside them; that costs most at one row.
+
+The shared expert's two products are the `linear` family's; only its activation is here. With few rows it runs
+beside the routed experts, on a stream of its own: each reads weights with pauses where its kernels start and
+end, and together they fill them.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from dsv41.hardware import Hardware
-from dsv41.ops.moe import gluon_pack, triton_group, triton_route
-from dsv41.ops.moe.gluon_run import check, routed_experts, shared_expert
+from dsv41.ops.moe import gluon_few, gluon_many, gluon_pack, triton_group, triton_route
+from dsv41.ops.streams import fork_join
+
+# Up to here the few-row kernels are taken. By count: 320 rows make 1.34 slots an expert there, which is 1.4
+# times the instructions of the prototype's 622 us at 128 rows, and the many-row prototype took 1.22 ms where
+# every expert has a row. To be measured.
+FEW_ROWS = 320
+FORK_ROWS = 64  # up to here the shared expert has a stream of its own
 
 pack = gluon_pack.pack
 unpack = gluon_pack.unpack
@@ -37,6 +52,43 @@ def route(
         return triton_route.choose(x, gate, bias, image_bias, is_image, valid, top_k, route_scale)
 
 
+def shared_expert(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    limit: float,
+    deterministic: bool,
+    linear_impl: str,
+) -> Tensor:
+    """The expert that every row takes: [T, D] -> [T, D]."""
+    linear_fp8 = torch.ops.dsv41.linear_fp8.default
+    products = linear_fp8(x, gate_up, gate_up_scale, True, deterministic, linear_impl)
+    hidden = triton_group.activate(products, limit)
+    return linear_fp8(hidden, down, down_scale, True, deterministic, linear_impl)
+
+
+def routed_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    limit: float,
+    deterministic: bool,
+) -> Tensor:
+    """A row per pair of row and choice, for `triton_group.combine`."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    weighed = (weights, gate_up, gate_up_scale, down, down_scale, limit)
+    if x.shape[0] <= FEW_ROWS and not deterministic:
+        return gluon_few.run_few(x, ids, *weighed)
+    groups = triton_group.group(ids, gate_up.shape[0], gluon_many.CHUNK)
+    return gluon_many.run_many(x, groups, *weighed)
+
+
 def experts(
     x: Tensor,
     ids: Tensor,
@@ -55,11 +107,34 @@ def experts(
     linear_impl: str,
 ) -> Tensor:
     """See op.py; the routed experts' weights as `pack` leaves them."""
-    check(x, ids, weights, gate_up, gate_up_scale, down, down_scale, quantise)
+    _check(x, ids, weights, gate_up, gate_up_scale, down, down_scale, quantise)
     if x.shape[0] == 0:
         return torch.empty_like(x)
     common = (shared_gate_up, shared_gate_up_scale, shared_down, shared_down_scale)
+    own = (gate_up, gate_up_scale, down, down_scale)
+    routed = partial(routed_experts, x, ids, weights, *own, limit, deterministic)
+    shared = partial(shared_expert, x, *common, limit, deterministic, linear_impl)
     with torch.cuda.device(x.device):
-        shared = shared_expert(x, *common, limit, deterministic, linear_impl)
-        y = routed_experts(x, ids, weights, gate_up, gate_up_scale, down, down_scale, limit, deterministic)
-        return triton_group.combine(y, ids, shared)
+        y, added = fork_join(routed, shared) if x.shape[0] <= FORK_ROWS else (routed(), shared())
+        return triton_group.combine(y, ids, added)
+
+
+def _check(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    quantise: bool,
+) -> None:
+    """ValueError for what a user may ask and these kernels cannot do; asserts for the rest."""
+    if x.dtype != torch.bfloat16 or not quantise:
+        raise ValueError(f"the Hopper expert kernels run quantised bf16 rows only, not {x.dtype}")
+    rows, hidden = x.shape
+    gluon_pack.check_weights(gate_up, gate_up_scale, down, down_scale)
+    assert gate_up.shape[2] * 2 == hidden, f"experts of {gate_up.shape[2] * 2} channels for rows of {hidden}"
+    assert ids.shape == weights.shape == (rows, ids.shape[1]), "one id and one weight a choice"
+    assert ids.dtype == torch.int32, f"ids are int32, got {ids.dtype}"
+    assert weights.dtype == torch.float32, f"routing weights are fp32, got {weights.dtype}"
