@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv41.config import EngineConfig
 from dsv41.model.attention import Shared
-from dsv41.model.decoder import DecoderLayer
+from dsv41.model.decoder import DecoderLayer, Flow, Turn
 from dsv41.model.inputs import StepInputs, StepOutput, empty_index
 from dsv41.model.plan import LayerPlan
 from dsv41.ops import records
@@ -256,15 +256,18 @@ def _forced_step(session: Session, loose: dict[str, Tensor], layers: list[dict[s
     decoder, caches = stepper.model.decoder, stepper.caches
     prepared = stepper.prepare([(session.request, count)])
     step = prepared.step
-    turns, done = decoder.rotations(step), []
+    turn = Turn(step, decoder.rotations(step), step.attention.row_request >= 0)
+    done = []
     shared = Shared(None, empty_index(step.token_ids), torch.zeros(step.num_rows, dtype=torch.bool))
     for plan, layer, golden in zip(decoder.plan, decoder.layers, layers, strict=True):
         recorder = Recorder({"select": lambda args, _, golden=golden: _golden_selection(args, golden)})
         with recorder:
             if layer.engram is not None:
                 written = layer.engram(golden["engram_in"], step, decoder.token_map)
-            out, mix, shared = layer(golden["stream_in"], golden["pre_mix_in"], step, turns, caches, shared)
-        ours = _named(recorder.calls, layer, plan, step) | {"stream_out": out, "pre_mix_out": mix}
+            flow = Flow(golden["stream_in"], golden["pre_mix_in"], turn.valid)
+            flow, shared = layer(flow, turn, caches, shared)
+        ours = _named(recorder.calls, layer, plan, step)
+        ours |= {"stream_out": flow.streams, "pre_mix_out": flow.mix}
         ours |= _stored(session, plan, step)
         if layer.engram is not None:
             ours["stream_in"] = written

@@ -10,11 +10,14 @@ layer:  streams = engram(streams)                                   (two layers)
         v = moe(x)
         streams = expand(v, streams);  mix = pre of the feed-forward half
 hidden = norm(collapse(streams, mix))
+
+An expansion and the collapse that follows are one op, also across layers; an Engram or a cut comes between.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +38,24 @@ from dsv41.ops.library import pack_weights
 from dsv41.ops.linear.op import linear
 
 
+class Flow(NamedTuple):
+    """Between two layers: streams [T, M, D], the mix float32 [T, M] of their collapse, `sound` bool [T] of
+    the layer before, and the collapsed, normed rows x [T, D] where they are there already."""
+
+    streams: Tensor
+    mix: Tensor
+    sound: Tensor
+    x: Tensor | None = None
+
+
+class Turn(NamedTuple):
+    """What all layers of a step read: the step, its rotations, and which rows are no padding, bool [T]."""
+
+    step: StepInputs
+    rotations: Rotations
+    valid: Tensor
+
+
 class DecoderLayer(nn.Module):
     def __init__(self, context: Context, plan: LayerPlan, layout: CacheLayout, own_tables: bool) -> None:
         super().__init__()
@@ -47,42 +68,37 @@ class DecoderLayer(nn.Module):
         self.moe = MoE(context)
 
     def forward(
-        self,
-        streams: Tensor,
-        mix: Tensor,
-        step: StepInputs,
-        rotations: Rotations,
-        caches: KVCaches,
-        shared: Shared,
-    ) -> tuple[Tensor, Tensor, Shared]:
-        """streams [T, M, D], mix [T, M] -> the same after both halves, and what later layers share."""
-        pre, post, comb = self.attention_hyper.coefficients(streams)
-        x = self.attention_hyper.collapse(streams, mix, self.attention_norm)
-        u, shared = self.attention(x, step, rotations, caches, shared)
-        streams, x = self.attention_hyper.update(u, streams, post, comb, pre, self.ffn_norm)
+        self, flow: Flow, turn: Turn, caches: KVCaches, shared: Shared, next_norm: Tensor | None = None
+    ) -> tuple[Flow, Shared]:
+        """Both halves, and what later layers share. `next_norm`: of the collapse that follows, if it follows
+        at once."""
+        step, x = turn.step, flow.x
+        pre, post, comb = self.attention_hyper.coefficients(flow.streams)
+        if x is None:
+            x = self.attention_hyper.collapse(flow.streams, flow.mix, self.attention_norm)
+        u, shared = self.attention(x, step, turn.rotations, caches, shared)
+        streams, _, _, x = self.attention_hyper.update(u, flow.streams, post, comb, pre, self.ffn_norm)
 
-        next_mix, post, comb = self.ffn_hyper.coefficients(streams)
-        streams = self.ffn_hyper.expand(self.moe(x, step), streams, post, comb)
-        return streams, next_mix, shared
+        pre, post, comb = self.ffn_hyper.coefficients(streams)
+        v = self.moe(x, step.is_image, turn.valid)
+        if next_norm is None:
+            return Flow(*self.ffn_hyper.expand(v, streams, post, comb, pre)), shared
+        return Flow(*self.ffn_hyper.update(v, streams, post, comb, pre, next_norm)), shared
 
-    def write_kv(
-        self, streams: Tensor, mix: Tensor, step: StepInputs, rotations: Rotations, caches: KVCaches
-    ) -> None:
+    def write_kv(self, flow: Flow, step: StepInputs, rotations: Rotations, caches: KVCaches) -> None:
         """Only the layer's cache writes, for rows that end here (decoder replay)."""
-        x = self.attention_hyper.collapse(streams, mix, self.attention_norm)
+        x = self.attention_hyper.collapse(flow.streams, flow.mix, self.attention_norm)
         self.attention.write_kv(x, step, rotations, caches)
 
 
 @dataclass(frozen=True)
 class Stack:
-    """What runs up the layers: streams [T, M, D], mix float32 [T, M], what sources share, the draft head's
-    features collected so far, each [T, D], and `sound` bool [T]: no layer was faulty, out of `depth` int32
-    [T] sound ones.
+    """What runs up the layers: the flow, what sources share, the draft head's features collected so far, each
+    [T, D], and `sound` bool [T]: no layer was faulty, out of `depth` int32 [T] sound ones.
 
     Counting, instead of writing a layer's number down, keeps the compiled code of equal layers equal."""
 
-    streams: Tensor
-    mix: Tensor
+    flow: Flow
     shared: Shared
     features: tuple[Tensor, ...]
     sound: Tensor
@@ -94,10 +110,10 @@ class Stack:
 
     def rows(self, rows: Tensor) -> Stack:
         """Some rows, in front of a source: what layers shared so far ends here."""
-        streams = self.streams[rows]
-        shared = Shared(None, empty_index(streams), torch.zeros_like(rows, dtype=torch.bool))
+        flow = Flow(self.flow.streams[rows], self.flow.mix[rows], self.flow.sound[rows])
+        shared = Shared(None, empty_index(flow.streams), torch.zeros_like(rows, dtype=torch.bool))
         features = tuple(feature[rows] for feature in self.features)
-        return Stack(streams, self.mix[rows], shared, features, self.sound[rows], self.depth[rows])
+        return Stack(flow, shared, features, self.sound[rows], self.depth[rows])
 
 
 class Decoder(nn.Module):
@@ -176,26 +192,33 @@ class Decoder(nn.Module):
         nothing = torch.zeros(streams.shape[0], dtype=torch.bool, device=streams.device)
         shared = Shared(None, empty_index(streams), nothing)
         depth = torch.zeros_like(step.attention.row_request)
-        return Stack(streams, self.first_mix(streams), shared, (), ~nothing, depth)
+        return Stack(Flow(streams, self.first_mix(streams), ~nothing), shared, (), ~nothing, depth)
 
     def run_layers(self, first: int, last: int, stack: Stack, step: StepInputs, caches: KVCaches) -> Stack:
         """Layers `first` ... `last - 1` on the rows of `step`."""
-        streams, mix, shared, features = stack.streams, stack.mix, stack.shared, stack.features
-        turns, sound, depth = self.rotations(step), stack.sound, stack.depth
+        flow, shared, features = stack.flow, stack.shared, stack.features
+        sound, depth = stack.sound, stack.depth
+        turn = Turn(step, self.rotations(step), step.attention.row_request >= 0)
         for plan in self.plan[first:last]:
             layer = self.layer(plan.layer)
             if layer.engram is not None:
-                streams = layer.engram(streams, step, self.token_map)
+                flow = flow._replace(streams=layer.engram(flow.streams, step, self.token_map))
             if plan.is_target and self.return_features:
-                features += (streams.float().mean(1).to(streams.dtype),)
-            streams, mix, shared = layer(streams, mix, step, turns, caches, shared)
-            # The mix comes from the mean square of the row's whole stream: not finite there shows here.
-            bad = mix.isnan().any(1)
+                features += (flow.streams.float().mean(1).to(flow.streams.dtype),)
+            flow, shared = layer(flow, turn, caches, shared, self._next_norm(plan.layer, last))
+            # The mix comes from the mean square of the row's whole stream: not finite there shows in it.
+            sound = sound & flow.sound
             if plan.owns_index:
-                bad = bad | shared.faulty
-            sound = sound & ~bad
+                sound = sound & ~shared.faulty
             depth = depth + sound
-        return Stack(streams, mix, shared, features, sound, depth)
+        return Stack(flow, shared, features, sound, depth)
+
+    def _next_norm(self, number: int, last: int) -> Tensor | None:
+        """The norm of the collapse that follows a layer at once: the next one's, or the model's."""
+        if number + 1 == len(self.plan):
+            return self.norm
+        following = self.layer(number + 1)
+        return None if number + 1 == last or following.engram is not None else following.attention_norm
 
     def forward(self, step: StepInputs, caches: KVCaches) -> StepOutput:
         stack, tail, end = self.start(step), step.tail, len(self.plan)
@@ -204,14 +227,15 @@ class Decoder(nn.Module):
             return self.finish(stack, stack.fault_layer)
         cut = self.last_kv_source
         stack = self.run_layers(0, cut, stack, step, caches)
-        self.layer(cut).write_kv(stack.streams, stack.mix, step, self.rotations(step), caches)
+        self.layer(cut).write_kv(stack.flow, step, self.rotations(step), caches)
         fault_layer, stack = stack.fault_layer, stack.rows(tail.rows)
         stack = self.run_layers(cut, cut + 1, stack, tail.first, caches)
         stack = self.run_layers(cut + 1, end, stack, tail.rest, caches)
         return self.finish(stack, fault_layer.index_copy(0, tail.rows, stack.fault_layer))
 
     def finish(self, stack: Stack, fault_layer: Tensor) -> StepOutput:
-        hidden = self.final(stack.streams, stack.mix)
+        hidden = stack.flow.x
+        assert hidden is not None, "the last layer collapses with the model's norm"
         features = torch.cat(stack.features, -1) if stack.features else hidden[:, :0]
         return StepOutput(hidden, features, fault_layer)
 
@@ -219,10 +243,6 @@ class Decoder(nn.Module):
         layer = self.layers[number]
         assert isinstance(layer, DecoderLayer)
         return layer
-
-    def final(self, streams: Tensor, mix: Tensor) -> Tensor:
-        """The last feed-forward half's own mix collapses the stream; there is no learned head mix. [T, D]"""
-        return self.layer(len(self.plan) - 1).ffn_hyper.collapse(streams, mix, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, D] -> float32 [n, V]"""

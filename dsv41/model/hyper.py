@@ -33,12 +33,14 @@ class HyperConnection(nn.Module):
         """[T, M, D] -> normed [T, D]; `pre` comes from the sub-layer before this one."""
         return hyper_collapse(streams, pre, norm, self.norm_eps, self.impl)
 
-    def expand(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        return hyper_expand(y, streams, post, comb, self.impl)
+    def expand(
+        self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, pre: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """-> streams [T, M, D], `pre` as the next sub-layer's mix [T, M], and whether a row is sound [T]."""
+        return hyper_expand(y, streams, post, comb, pre, self.impl)
 
     def update(
         self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, pre: Tensor, norm: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """This sub-layer's expansion and the next one's input, fed by this one's `pre`: streams [T, M, D],
-        x [T, D]."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `expand` returns, and the next sub-layer's input, fed by this one's `pre`: x [T, D]."""
         return hyper_update(y, streams, post, comb, pre, norm, self.norm_eps, self.impl)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dsv41.model.inputs import StepInputs
 from dsv41.model.linear import Context, Fp8Weight, parameter
 from dsv41.ops.moe.op import experts, route
 
@@ -31,23 +30,23 @@ class MoE(nn.Module):
         self.quantise, self.deterministic = context.quantise, context.deterministic
         self.linear_impl, self.impl = context.backends.linear, context.backends.moe
 
-    def route(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor]:
-        """x [T, D] -> expert ids int32 [T, k] and their weights float32 [T, k]."""
-        valid = step.attention.row_request >= 0
+    def route(self, x: Tensor, is_image: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, D], is_image and valid bool [T] -> expert ids int32 [T, k] and weights float32 [T, k]."""
         return route(
             x,
             self.gate,
             self.bias,
             self.image_bias,
-            step.is_image,
+            is_image,
             valid,
             self.top_k,
             self.route_scale,
             self.impl,
         )
 
-    def forward(self, x: Tensor, step: StepInputs) -> Tensor:
-        ids, weights = self.route(x, step)
+    def forward(self, x: Tensor, is_image: Tensor, valid: Tensor) -> Tensor:
+        """x [T, D] -> [T, D]; rows that are not `valid` are padding."""
+        ids, weights = self.route(x, is_image, valid)
         return experts(
             x,
             ids,

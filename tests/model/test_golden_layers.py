@@ -179,12 +179,12 @@ def test_pieces_on_golden_inputs(name: str, numerics: str, prompt: str, stage: s
         check_feed_forward(module, layer.golden, forced)
         if "stream_mid" in layer.golden:
             g = layer.golden
-            post, comb = g["hc_ffn_post"], g["hc_ffn_comb"]
-            expanded = module.ffn_hyper.expand(g["ffn_out"], g["stream_mid"], post, comb)
+            pre, post, comb = (g[f"hc_ffn_{part}"] for part in ("pre", "post", "comb"))
+            expanded, *_ = module.ffn_hyper.expand(g["ffn_out"], g["stream_mid"], post, comb, pre)
             assert golden.rel(expanded, g["stream_out"]) <= (0.0 if numerics == "bf16" else 1e-6)
     last, loose = forced.layers[-1].golden, forced.golden
     with golden.Recorder() as recorder:
-        final = decoder.final(last["stream_out"], last["pre_mix_out"])
+        final = decoder.layers[-1].ffn_hyper.collapse(last["stream_out"], last["pre_mix_out"], decoder.norm)
     collapsed = collapse(*recorder.calls["hyper_collapse"][0][0][:2])
     exact = 0.0 if numerics == "bf16" else 1e-6
     assert golden.rel(collapsed, loose["final_hidden"]) <= exact
@@ -195,7 +195,7 @@ def test_pieces_on_golden_inputs(name: str, numerics: str, prompt: str, stage: s
 
 def check_feed_forward(module: torch.nn.Module, dump: dict[str, Tensor], forced: ForcedStep) -> None:
     with golden.Recorder() as recorder:
-        out = module.moe(dump["ffn_in"], forced.step)
+        out = module.moe(dump["ffn_in"], forced.step.is_image, forced.step.attention.row_request >= 0)
     ids, weights = recorder.calls["route"][0][1]
     num_experts = dump["gate_logits"].shape[1]
     ours = golden.expert_map(ids, weights, num_experts)

@@ -9,6 +9,7 @@ one measured here. What is about quantisers shows on single layers instead.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -82,7 +83,7 @@ def window_one_short(patch: Patch) -> None:
 
 @control(0.02)
 def comb_transposed(patch: Patch) -> None:
-    wrap(patch, hyper, "hyper_expand", lambda expand, y, x, post, comb: expand(y, x, post, comb.mT))
+    wrap(patch, hyper, "hyper_expand", lambda expand, y, x, post, comb, pre: expand(y, x, post, comb.mT, pre))
 
 
 @control(0.04)
@@ -92,14 +93,16 @@ def coefficients_not_staggered(patch: Patch) -> None:
     def broken_collapse(own, right, streams, pre, norm):
         return right(streams, own.coefficients(streams)[0], norm)
 
-    def broken_update(own, right, y, streams, post, comb, pre, norm):
-        streams, _ = right(y, streams, post, comb, pre, norm)
-        return streams, own.collapse(streams, own.coefficients(streams)[0], norm)
+    def broken_update(following, right, y, streams, post, comb, pre, norm):
+        streams, mix, sound, _ = right(y, streams, post, comb, pre, norm)
+        collapse = type(following).collapse
+        return streams, mix, sound, collapse(following, streams, following.coefficients(streams)[0], norm)
 
-    for layer in golden.model("tiny", "fp32-noquant").decoder.layers:
-        first, second = layer.attention_hyper, layer.ffn_hyper
-        patch.setattr(first, "collapse", functools.partial(broken_collapse, first, first.collapse))
-        patch.setattr(first, "update", functools.partial(broken_update, second, first.update))
+    layers = golden.model("tiny", "fp32-noquant").decoder.layers
+    halves = [half for layer in layers for half in (layer.attention_hyper, layer.ffn_hyper)]
+    for half, following in itertools.pairwise(halves):
+        patch.setattr(half, "collapse", functools.partial(broken_collapse, half, half.collapse))
+        patch.setattr(half, "update", functools.partial(broken_update, following, half.update))
 
 
 @control(0.01)
@@ -260,7 +263,9 @@ def test_weighing_after_the_last_product_shows_in_ffn_out(monkeypatch: Patch) ->
     _, dumps = golden.dump("tiny", "bf16", "p25", "prefill")
     with torch.inference_mode():
         errors = [
-            golden.rel(layer.moe(dump["ffn_in"], step), dump["ffn_out"])
+            golden.rel(
+                layer.moe(dump["ffn_in"], step.is_image, step.attention.row_request >= 0), dump["ffn_out"]
+            )
             for layer, dump in zip(session.stepper.model.decoder.layers, dumps, strict=True)
         ]
     assert not len(held)

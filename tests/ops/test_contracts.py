@@ -148,12 +148,12 @@ def hyper_collapse(rows: int, dtype: torch.dtype) -> list[Any]:
 @sample
 def hyper_expand(rows: int, dtype: torch.dtype) -> list[Any]:
     y, streams = normal(rows, DIM, dtype=dtype), normal(rows, 4, DIM, dtype=dtype)
-    return [y, streams, normal(rows, 4), normal(rows, 4, 4)]
+    return [y, streams, normal(rows, 4), normal(rows, 4, 4), normal(rows, 4)]
 
 
 @sample
 def hyper_update(rows: int, dtype: torch.dtype) -> list[Any]:
-    return [*hyper_expand(rows, dtype), *hyper_collapse(rows, dtype)[1:]]
+    return [*hyper_expand(rows, dtype), *hyper_collapse(rows, dtype)[2:]]
 
 
 @sample

@@ -115,9 +115,11 @@ def test_hyper_connection() -> None:
     for name, value in (("pre", pre), ("post", post), ("comb", comb)):
         torch.testing.assert_close(value, golden[name][0], rtol=0, atol=1e-6)
     assert ulps(collapse(streams, pre), golden["collapsed"][0]).max() <= 1
-    expanded = hyper_expand(golden["sub_out"][0], streams, post, comb, CPU)
+    expanded, mix, sound = hyper_expand(golden["sub_out"][0], streams, post, comb, pre, CPU)
+    assert torch.equal(mix, pre)
+    assert sound.all()
     assert ulps(expanded, golden["expanded"][0]).max() <= 1
-    transposed = hyper_expand(golden["sub_out"][0], streams, post, comb.mT.contiguous(), CPU)
+    transposed, *_ = hyper_expand(golden["sub_out"][0], streams, post, comb.mT.contiguous(), pre, CPU)
     assert rel(transposed, expanded) > 0.05, "the vectors do not tell comb from its transpose"
 
 
@@ -130,9 +132,14 @@ def test_hyper_norm() -> None:
     weight = torch.linspace(0.5, 1.5, y.shape[-1]).bfloat16()
     x = hyper_collapse(streams, pre, weight, EPS, CPU)
     assert torch.equal(x, rms_norm(collapse(streams, pre), weight, EPS))
-    updated, x = hyper_update(y, streams, post, comb, pre, weight, EPS, CPU)
-    assert torch.equal(updated, hyper_expand(y, streams, post, comb, CPU))
-    assert torch.equal(x, hyper_collapse(updated, pre, weight, EPS, CPU))
+    pre = pre.clone()
+    pre[0, -1] = torch.nan
+    updated, *handed, x = hyper_update(y, streams, post, comb, pre, weight, EPS, CPU)
+    expanded, *same = hyper_expand(y, streams, post, comb, pre, CPU)
+    assert torch.equal(updated, expanded)
+    assert torch.equal(handed[0].view(torch.int32), pre.view(torch.int32))
+    assert handed[1].tolist() == same[1].tolist() == [row != 0 for row in range(len(y))]
+    assert torch.equal(x[1:], hyper_collapse(updated, pre, weight, EPS, CPU)[1:])
 
 
 # ---------------------------------------------------------------------- rotation

@@ -8,12 +8,15 @@
     expand(y, streams, post, comb)_k     = post_k y + sum_j comb_jk streams_j
     collapse(streams, pre, norm)         = rms_norm(sum_j pre_j streams_j, norm)
     update(y, streams, post, comb, pre, norm): expand, then collapse of the new streams
+    mix, sound             = pre, no NaN in it         handed on by expand and update              [M], bool
 
 Every collapse of the model feeds a norm, so the norm belongs to it. Stored values are rounded to the stream's
 dtype: the expanded streams, the sum of a collapse before its norm, the norm's result (spec/arithmetic.md 2,
 points 1 and 10).
 
 The coefficients are staggered: a sub-layer is fed by the previous sub-layer's `pre` (spec/model.md 3.1).
+They are not needed before the sub-layer's output is there, so an implementation may compute them beside it:
+nothing but `expand` and `update` may read what `coefficients` returns. Later readers get `mix`, a copy.
 
 T token rows, M residual copies, D hidden size. All coefficients are float32.
 """
@@ -36,12 +39,13 @@ def _collapse_fake(streams: Tensor, *_: object) -> Tensor:
     return streams.new_empty((streams.shape[0], streams.shape[2]))
 
 
-def _update_fake(y: Tensor, streams: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return _expand_fake(y, streams), _collapse_fake(streams)
+def _expand_fake(y: Tensor, streams: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    mix = streams.new_empty(streams.shape[:2], dtype=torch.float32)
+    return streams.new_empty(streams.shape), mix, streams.new_empty(streams.shape[:1], dtype=torch.bool)
 
 
-def _expand_fake(y: Tensor, streams: Tensor, *_: object) -> Tensor:
-    return streams.new_empty(streams.shape)
+def _update_fake(y: Tensor, streams: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (*_expand_fake(y, streams), _collapse_fake(streams))
 
 
 hyper_coefficients = declare(
@@ -57,12 +61,13 @@ hyper_collapse = declare(
 )
 hyper_expand = declare(
     "hyper",
-    "hyper_expand(Tensor y, Tensor streams, Tensor post, Tensor comb, str impl) -> Tensor",
+    "hyper_expand(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor pre, str impl)"
+    " -> (Tensor, Tensor, Tensor)",
     fake=_expand_fake,
 )
 hyper_update = declare(
     "hyper",
     "hyper_update(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor pre, Tensor norm,"
-    " float norm_eps, str impl) -> (Tensor, Tensor)",
+    " float norm_eps, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_update_fake,
 )

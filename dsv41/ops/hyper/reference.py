@@ -53,15 +53,18 @@ def hyper_collapse(streams: Tensor, pre: Tensor, norm: Tensor, norm_eps: float) 
     return rms_norm(collapse(streams, pre), norm, norm_eps)
 
 
-def hyper_expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+def hyper_expand(
+    y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, pre: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     kept = (comb.unsqueeze(-1) * streams.float().unsqueeze(2)).sum(
         1
     )  # [T, M, D], summed over the row index j
-    return (post.unsqueeze(-1) * y.float().unsqueeze(1) + kept).to(streams.dtype)
+    streams = (post.unsqueeze(-1) * y.float().unsqueeze(1) + kept).to(streams.dtype)
+    return streams, pre.clone(), ~pre.isnan().any(1)
 
 
 def hyper_update(
     y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, pre: Tensor, norm: Tensor, norm_eps: float
-) -> tuple[Tensor, Tensor]:
-    streams = hyper_expand(y, streams, post, comb)
-    return streams, hyper_collapse(streams, pre, norm, norm_eps)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    streams, mix, sound = hyper_expand(y, streams, post, comb, pre)
+    return streams, mix, sound, hyper_collapse(streams, pre, norm, norm_eps)
