@@ -21,6 +21,7 @@ from timing import Call, copy_bandwidth, device, of_roof, report, sets_beyond_l2
 from torch import Tensor
 
 from dsv41.ops.hyper.op import hyper_coefficients, hyper_collapse, hyper_expand, hyper_update
+from dsv41.ops.streams import join, nothing_forked
 
 COPIES, DIM, SWEEPS, HYPER_EPS, EPS = 4, 5120, 20, 1e-6, 1e-20
 MIXES = (2 + COPIES) * COPIES
@@ -32,8 +33,12 @@ IMPL = "triton"
 def launch_floor() -> float:
     """Microseconds of a kernel that expands one row of 8 channels."""
     y, streams = torch.zeros((1, 8), dtype=torch.bfloat16, device="cuda"), bf16(1, 1, 8)
-    post, comb = torch.ones((1, 1), device="cuda"), torch.ones((1, 1, 1), device="cuda")
-    return statistics.median(time_us([lambda: hyper_expand(y, streams, post, comb, IMPL)], 200))
+    post, comb, side = (
+        torch.ones((1, 1), device="cuda"),
+        torch.ones((1, 1, 1), device="cuda"),
+        nothing_forked(),
+    )
+    return statistics.median(time_us([lambda: hyper_expand(y, streams, post, comb, post, side, IMPL)], 200))
 
 
 def bf16(*shape: int) -> Tensor:
@@ -59,24 +64,24 @@ def calls_of(case: str, rows: int, fns: list[Tensor]) -> tuple[list[Call], int]:
     sets = 1 if used < 1 << 20 else sets_beyond_l2(used)
     inputs = [one_set(rows) for _ in range(sets)]
     base, scale = torch.randn(MIXES, device="cuda"), torch.ones(3, device="cuda")
-    norm = bf16(DIM)
+    norm, side = bf16(DIM), nothing_forked()
 
     def call(index: int) -> Call:
         y, streams, pre, post, comb = inputs[index % sets]
         fn = fns[index % NUM_FN]
 
-        def coefficients() -> tuple[Tensor, Tensor, Tensor]:
-            return hyper_coefficients(streams, fn, base, scale, SWEEPS, HYPER_EPS, EPS, IMPL)
+        def coefficients() -> None:
+            join(hyper_coefficients(streams, fn, base, scale, SWEEPS, HYPER_EPS, EPS, IMPL)[3])
 
         def sub_layer() -> object:
-            own_pre, own_post, own_comb = coefficients()
-            return hyper_update(y, streams, own_post, own_comb, own_pre, norm, EPS, IMPL)
+            own = hyper_coefficients(streams, fn, base, scale, SWEEPS, HYPER_EPS, EPS, IMPL)
+            return hyper_update(y, streams, own[1], own[2], own[0], own[3], norm, EPS, IMPL)
 
         return {
             "coefficients": coefficients,
             "collapse": lambda: hyper_collapse(streams, pre, norm, EPS, IMPL),
-            "expand": lambda: hyper_expand(y, streams, post, comb, IMPL),
-            "update": lambda: hyper_update(y, streams, post, comb, pre, norm, EPS, IMPL),
+            "expand": lambda: hyper_expand(y, streams, post, comb, pre, side, IMPL),
+            "update": lambda: hyper_update(y, streams, post, comb, pre, side, norm, EPS, IMPL),
             "sub-layer": sub_layer,
         }[case]
 

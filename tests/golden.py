@@ -316,7 +316,7 @@ def _named(calls: dict, layer: DecoderLayer, plan: LayerPlan, step: StepInputs) 
         "ffn_out": result["experts"][0],
     }
     for half, coefficients in zip(("attn", "ffn"), result["hyper_coefficients"], strict=True):
-        for part, value in zip(("pre", "post", "comb"), coefficients, strict=True):
+        for part, value in zip(("pre", "post", "comb"), coefficients, strict=False):
             ours[f"hc_{half}_{part}"] = value
     ids, weights = result["route"][0]
     ours["gate_map"] = expert_map(ids, weights, layer.moe.gate.shape[0])

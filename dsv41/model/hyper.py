@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from dsv41.model.linear import Context, parameter
 from dsv41.ops.hyper.op import hyper_coefficients, hyper_collapse, hyper_expand, hyper_update
+
+
+class Coefficients(NamedTuple):
+    """Of one sub-layer, float32: pre [T, M], post [T, M], comb [T, M, M]. They may still be computed on the
+    stream `side`, so only `expand` and `update` read them."""
+
+    pre: Tensor
+    post: Tensor
+    comb: Tensor
+    side: Tensor
 
 
 class HyperConnection(nn.Module):
@@ -23,24 +35,23 @@ class HyperConnection(nn.Module):
         self.sweeps, self.eps, self.norm_eps = config.sinkhorn_iters, config.hyper_eps, config.norm_eps
         self.impl = context.backends.hyper
 
-    def coefficients(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """streams [T, M, D] -> pre [T, M], post [T, M], comb [T, M, M], float32."""
-        return hyper_coefficients(
-            streams, self.fn, self.base, self.scale, self.sweeps, self.eps, self.norm_eps, self.impl
+    def coefficients(self, streams: Tensor) -> Coefficients:
+        return Coefficients(
+            *hyper_coefficients(
+                streams, self.fn, self.base, self.scale, self.sweeps, self.eps, self.norm_eps, self.impl
+            )
         )
 
     def collapse(self, streams: Tensor, pre: Tensor, norm: Tensor) -> Tensor:
         """[T, M, D] -> normed [T, D]; `pre` comes from the sub-layer before this one."""
         return hyper_collapse(streams, pre, norm, self.norm_eps, self.impl)
 
-    def expand(
-        self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, pre: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def expand(self, y: Tensor, streams: Tensor, own: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
         """-> streams [T, M, D], `pre` as the next sub-layer's mix [T, M], and whether a row is sound [T]."""
-        return hyper_expand(y, streams, post, comb, pre, self.impl)
+        return hyper_expand(y, streams, own.post, own.comb, own.pre, own.side, self.impl)
 
     def update(
-        self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, pre: Tensor, norm: Tensor
+        self, y: Tensor, streams: Tensor, own: Coefficients, norm: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What `expand` returns, and the next sub-layer's input, fed by this one's `pre`: x [T, D]."""
-        return hyper_update(y, streams, post, comb, pre, norm, self.norm_eps, self.impl)
+        return hyper_update(y, streams, own.post, own.comb, own.pre, own.side, norm, self.norm_eps, self.impl)

@@ -1,7 +1,8 @@
 """Two CUDA streams for two pieces of work of which neither needs the other.
 
-    main    on the current stream
-    side    on an auxiliary stream, which forks from the current one and joins it again
+    fork_join    `main` on the current stream, `side` on an auxiliary one, which joins it again
+    fork, join   the same over two ops: the auxiliary stream's handle travels between them as data, so that
+                 nothing has to remember it and the second op cannot run before the first
 
 The auxiliary stream comes from torch's own pool of 32, at each call: taking one is an index into that pool,
 and nothing here has to be kept between calls. Two consequences were weighed. The allocator keeps free blocks
@@ -46,6 +47,35 @@ def fork_join(main: Callable[[], Result], side: Callable[[], Tensor]) -> tuple[R
     if not torch.cuda.is_current_stream_capturing():
         beside.record_stream(current)
     return result, beside
+
+
+def fork(side: Callable[[], tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Start `side` on an auxiliary stream of the current device: its results, and the stream's handle, int64
+    [1] on the host, for `join`.
+
+    Until then nothing may read the results, and what `side` reads must stay referenced. For their memory the
+    argument of `fork_join` holds.
+    """
+    current = torch.cuda.current_stream()
+    auxiliary = _other_stream(current)
+    auxiliary.wait_stream(current)
+    with torch.cuda.stream(auxiliary):
+        results = side()
+    if not torch.cuda.is_current_stream_capturing():
+        for result in results:
+            result.record_stream(current)
+    return results, torch.tensor([auxiliary.cuda_stream])
+
+
+def nothing_forked() -> Tensor:
+    """The handle that `join` need not wait for."""
+    return torch.zeros(1, dtype=torch.int64)
+
+
+def join(handle: Tensor) -> None:
+    """What follows on the current stream sees the results of the `fork` that gave `handle`."""
+    if stream := int(handle):
+        torch.cuda.current_stream().wait_stream(torch.cuda.ExternalStream(stream))
 
 
 def _other_stream(current: torch.cuda.Stream) -> torch.cuda.Stream:

@@ -14,7 +14,9 @@ import torch
 from golden import ForcedLayer, ForcedStep
 from torch import Tensor
 
+from dsv41.model.hyper import Coefficients
 from dsv41.ops.hyper.reference import collapse
+from dsv41.ops.streams import nothing_forked
 
 CASES = [
     pytest.param(name, numerics, prompt, stage, id=f"{name}-{numerics}-{stage}")
@@ -179,8 +181,8 @@ def test_pieces_on_golden_inputs(name: str, numerics: str, prompt: str, stage: s
         check_feed_forward(module, layer.golden, forced)
         if "stream_mid" in layer.golden:
             g = layer.golden
-            pre, post, comb = (g[f"hc_ffn_{part}"] for part in ("pre", "post", "comb"))
-            expanded, *_ = module.ffn_hyper.expand(g["ffn_out"], g["stream_mid"], post, comb, pre)
+            own = Coefficients(*(g[f"hc_ffn_{part}"] for part in ("pre", "post", "comb")), nothing_forked())
+            expanded, *_ = module.ffn_hyper.expand(g["ffn_out"], g["stream_mid"], own)
             assert golden.rel(expanded, g["stream_out"]) <= (0.0 if numerics == "bf16" else 1e-6)
     last, loose = forced.layers[-1].golden, forced.golden
     with golden.Recorder() as recorder:

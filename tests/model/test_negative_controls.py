@@ -83,7 +83,12 @@ def window_one_short(patch: Patch) -> None:
 
 @control(0.02)
 def comb_transposed(patch: Patch) -> None:
-    wrap(patch, hyper, "hyper_expand", lambda expand, y, x, post, comb, pre: expand(y, x, post, comb.mT, pre))
+    wrap(
+        patch,
+        hyper,
+        "hyper_expand",
+        lambda expand, y, x, post, comb, *rest: expand(y, x, post, comb.mT, *rest),
+    )
 
 
 @control(0.04)
@@ -93,8 +98,8 @@ def coefficients_not_staggered(patch: Patch) -> None:
     def broken_collapse(own, right, streams, pre, norm):
         return right(streams, own.coefficients(streams)[0], norm)
 
-    def broken_update(following, right, y, streams, post, comb, pre, norm):
-        streams, mix, sound, _ = right(y, streams, post, comb, pre, norm)
+    def broken_update(following, right, y, streams, own, norm):
+        streams, mix, sound, _ = right(y, streams, own, norm)
         collapse = type(following).collapse
         return streams, mix, sound, collapse(following, streams, following.coefficients(streams)[0], norm)
 

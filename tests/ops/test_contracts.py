@@ -20,6 +20,7 @@ from dsv41.backends import FAMILIES
 from dsv41.hardware import Hardware
 from dsv41.ops import records
 from dsv41.ops.library import NAMESPACE, implementation, is_eager
+from dsv41.ops.streams import nothing_forked
 
 HARDWARE = [Hardware("cpu", 0, "CPU", 0)] + [
     Hardware("cuda", sm, f"sm{sm}", 1 << 37) for sm in (80, 90, 100, 120)
@@ -148,7 +149,7 @@ def hyper_collapse(rows: int, dtype: torch.dtype) -> list[Any]:
 @sample
 def hyper_expand(rows: int, dtype: torch.dtype) -> list[Any]:
     y, streams = normal(rows, DIM, dtype=dtype), normal(rows, 4, DIM, dtype=dtype)
-    return [y, streams, normal(rows, 4), normal(rows, 4, 4), normal(rows, 4)]
+    return [y, streams, normal(rows, 4), normal(rows, 4, 4), normal(rows, 4), nothing_forked()]
 
 
 @sample

@@ -21,7 +21,7 @@ from dsv41.hardware import Hardware
 from dsv41.ops import streams
 from dsv41.ops.projections import overlapped
 from dsv41.ops.projections.op import project_inputs
-from dsv41.ops.streams import fork_join
+from dsv41.ops.streams import fork, fork_join, join, nothing_forked
 
 has_gpu = torch.cuda.is_available()
 hopper = has_gpu and torch.cuda.get_device_capability() == (9, 0)
@@ -81,6 +81,10 @@ class Stream:
 
     __hash__ = None  # type: ignore[assignment]
 
+    @property
+    def cuda_stream(self) -> int:
+        return int(self.name.removeprefix("pool "))
+
     def wait_stream(self, other: Stream) -> None:
         self.owner.happened.append(f"{self.name} waits for {other.name}")
 
@@ -111,6 +115,20 @@ def test_the_side_forks_from_and_joins_the_current_stream(cuda: Streams) -> None
     told = [] if cuda.capturing else ["side is used on main"]
     assert cuda.happened[3:] == ["main waits for pool 2", *told]
     assert cuda.now.name == "main"
+
+
+def test_a_fork_ends_where_its_handle_is_joined(cuda: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: Stream(f"pool {handle}", cuda))
+    (side,), handle = fork(lambda: (cuda.run("side"),))  # type: ignore[arg-type,return-value]
+    told = [] if cuda.capturing else ["side is used on main"]
+    assert side.name == "side"  # type: ignore[attr-defined]
+    assert cuda.happened == ["pool 2 waits for main", "side on pool 2", *told]
+    assert cuda.now.name == "main"
+    cuda.happened.clear()
+    join(nothing_forked())
+    assert not cuda.happened
+    join(handle)
+    assert cuda.happened == ["main waits for pool 2"]
 
 
 @pytest.mark.parametrize("broken", ["main", "side"])

@@ -27,6 +27,7 @@ from dsv41.ops.indexing.op import candidate_blocks
 from dsv41.ops.linear.op import linear, linear_fp8
 from dsv41.ops.moe.op import experts, route
 from dsv41.ops.moe.reference import _gated
+from dsv41.ops.streams import nothing_forked
 from dsv41.presets import preset
 
 UNITS = Path(__file__).resolve().parents[2].parent / "shared" / "golden" / "units"
@@ -109,17 +110,17 @@ def test_hyper_connection() -> None:
     """The whole sub-layer: a transposed comb or copies concatenated in another order."""
     golden = units("hyper_connection")
     streams = golden["stream"][0]
-    pre, post, comb = hyper_coefficients(
+    pre, post, comb, side = hyper_coefficients(
         streams, golden["fn"], golden["base"], golden["scale"], 20, 1e-6, EPS, CPU
     )
     for name, value in (("pre", pre), ("post", post), ("comb", comb)):
         torch.testing.assert_close(value, golden[name][0], rtol=0, atol=1e-6)
     assert ulps(collapse(streams, pre), golden["collapsed"][0]).max() <= 1
-    expanded, mix, sound = hyper_expand(golden["sub_out"][0], streams, post, comb, pre, CPU)
+    expanded, mix, sound = hyper_expand(golden["sub_out"][0], streams, post, comb, pre, side, CPU)
     assert torch.equal(mix, pre)
     assert sound.all()
     assert ulps(expanded, golden["expanded"][0]).max() <= 1
-    transposed, *_ = hyper_expand(golden["sub_out"][0], streams, post, comb.mT.contiguous(), pre, CPU)
+    transposed, *_ = hyper_expand(golden["sub_out"][0], streams, post, comb.mT.contiguous(), pre, side, CPU)
     assert rel(transposed, expanded) > 0.05, "the vectors do not tell comb from its transpose"
 
 
@@ -132,10 +133,10 @@ def test_hyper_norm() -> None:
     weight = torch.linspace(0.5, 1.5, y.shape[-1]).bfloat16()
     x = hyper_collapse(streams, pre, weight, EPS, CPU)
     assert torch.equal(x, rms_norm(collapse(streams, pre), weight, EPS))
-    pre = pre.clone()
+    pre, side = pre.clone(), nothing_forked()
     pre[0, -1] = torch.nan
-    updated, *handed, x = hyper_update(y, streams, post, comb, pre, weight, EPS, CPU)
-    expanded, *same = hyper_expand(y, streams, post, comb, pre, CPU)
+    updated, *handed, x = hyper_update(y, streams, post, comb, pre, side, weight, EPS, CPU)
+    expanded, *same = hyper_expand(y, streams, post, comb, pre, side, CPU)
     assert torch.equal(updated, expanded)
     assert torch.equal(handed[0].view(torch.int32), pre.view(torch.int32))
     assert handed[1].tolist() == same[1].tolist() == [row != 0 for row in range(len(y))]

@@ -15,8 +15,9 @@ dtype: the expanded streams, the sum of a collapse before its norm, the norm's r
 points 1 and 10).
 
 The coefficients are staggered: a sub-layer is fed by the previous sub-layer's `pre` (spec/model.md 3.1).
-They are not needed before the sub-layer's output is there, so an implementation may compute them beside it:
-nothing but `expand` and `update` may read what `coefficients` returns. Later readers get `mix`, a copy.
+They are not needed before the sub-layer's output is there, so an implementation may compute them beside it.
+Then `side` is the handle of their stream (ops/streams.py), else 0: nothing but `expand` and `update` may read
+what `coefficients` returns. Later readers get `mix`, a copy.
 
 T token rows, M residual copies, D hidden size. All coefficients are float32.
 """
@@ -29,10 +30,11 @@ from torch import Tensor
 from dsv41.ops.library import declare
 
 
-def _coefficients_fake(streams: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _coefficients_fake(streams: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, copies = streams.shape[:2]
     pre = streams.new_empty((rows, copies), dtype=torch.float32)
-    return pre, torch.empty_like(pre), streams.new_empty((rows, copies, copies), dtype=torch.float32)
+    comb = streams.new_empty((rows, copies, copies), dtype=torch.float32)
+    return pre, torch.empty_like(pre), comb, torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 def _collapse_fake(streams: Tensor, *_: object) -> Tensor:
@@ -51,7 +53,7 @@ def _update_fake(y: Tensor, streams: Tensor, *_: object) -> tuple[Tensor, Tensor
 hyper_coefficients = declare(
     "hyper",
     "hyper_coefficients(Tensor streams, Tensor fn, Tensor base, Tensor scale, int sweeps, float eps,"
-    " float norm_eps, str impl) -> (Tensor, Tensor, Tensor)",
+    " float norm_eps, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_coefficients_fake,
 )
 hyper_collapse = declare(
@@ -61,13 +63,13 @@ hyper_collapse = declare(
 )
 hyper_expand = declare(
     "hyper",
-    "hyper_expand(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor pre, str impl)"
+    "hyper_expand(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor pre, Tensor side, str impl)"
     " -> (Tensor, Tensor, Tensor)",
     fake=_expand_fake,
 )
 hyper_update = declare(
     "hyper",
-    "hyper_update(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor pre, Tensor norm,"
-    " float norm_eps, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
+    "hyper_update(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor pre, Tensor side,"
+    " Tensor norm, float norm_eps, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_update_fake,
 )

@@ -38,10 +38,11 @@ def split_mixes(
 
 def hyper_coefficients(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, sweeps: int, eps: float, norm_eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     flat = streams.flatten(1).float()
     mixes = exact_matmul(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
-    return split_mixes(mixes, base, scale, streams.shape[1], sweeps, eps)
+    beside = torch.zeros(1, dtype=torch.int64)  # no stream
+    return (*split_mixes(mixes, base, scale, streams.shape[1], sweeps, eps), beside)
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ def hyper_collapse(streams: Tensor, pre: Tensor, norm: Tensor, norm_eps: float) 
 
 
 def hyper_expand(
-    y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, pre: Tensor
+    y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, pre: Tensor, side: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     kept = (comb.unsqueeze(-1) * streams.float().unsqueeze(2)).sum(
         1
@@ -64,7 +65,14 @@ def hyper_expand(
 
 
 def hyper_update(
-    y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, pre: Tensor, norm: Tensor, norm_eps: float
+    y: Tensor,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    pre: Tensor,
+    side: Tensor,
+    norm: Tensor,
+    norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    streams, mix, sound = hyper_expand(y, streams, post, comb, pre)
+    streams, mix, sound = hyper_expand(y, streams, post, comb, pre, side)
     return streams, mix, sound, hyper_collapse(streams, pre, norm, norm_eps)

@@ -1,8 +1,8 @@
-"""Residual copies in Triton: one launch for expand, collapse and update, two for the coefficients.
+"""Residual copies in Triton: one launch for expand and collapse, two for the update and the coefficients.
 
-Rows. One program of 8 warps holds a whole row, read before the first sum, so that one row waits little more
-than once for memory. An update keeps the new streams in registers for the collapse and the norm that follow.
-The expansion alone is elementwise and takes a program for every 1024 channels.
+Rows. The expansion takes a program for every 1024 channels; in an update it also sums the new copies for the
+collapse, and `_norm`, one program a row, is launched early and finishes. A collapse alone is one program of 8
+warps that holds a whole row, read before the first sum, so that it waits little more than once for memory.
 
 Coefficients. `_project` multiplies with `fn` by tensor cores, `_finish` adds the partial sums of a row and
 evaluates the gates and the Sinkhorn sweeps. The trick: the streams are bf16, and a float32 weight is exactly
@@ -20,6 +20,8 @@ Shape letters: T rows, M copies, D channels.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from dsv41.hardware import Hardware
 from dsv41.ops.hyper.triton_words import check_rows, exponential, half, load_row, pack, reciprocal
+from dsv41.ops.streams import fork, join, nothing_forked
 
 WIDTH = 512  # words of two channels that a program treats at once
 ROW_WARPS, EXPAND_WARPS = 8, 4
@@ -34,6 +37,7 @@ MAX_COPIES = 8
 TILE, CHUNK = 64, 128  # rows of a program of `_project`, channels of one chain of products
 GROUP_CHUNKS = 10  # 1280 channels
 FEW_ROWS = 256  # up to here a program makes one chunk, beyond a group
+FORK_ROWS = 64  # up to here coefficients are computed beside their sub-layer
 
 
 def why_not(hardware: Hardware, record: str | None) -> str | None:
@@ -83,38 +87,18 @@ def _take(values, FIRST: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _expand(
-    y,
-    y_stride,
-    streams,
-    streams_stride,
-    post,
-    post_stride,
-    comb,
-    comb_stride,
-    out,
-    COPIES: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    PIECES: tl.constexpr = (D // 2 + WIDTH - 1) // WIDTH
-    row = (tl.program_id(0) // PIECES).to(tl.int64)
-    word = (tl.program_id(0) % PIECES) * WIDTH + tl.arange(0, WIDTH)
-    mask = word < D // 2
-    old = ()
+def _hand_on(pre_row, mix_row, sound_row, COPIES: tl.constexpr):
+    """Copy a row's `pre`, and say whether it has no NaN."""
+    sound = True
     for copy in tl.static_range(COPIES):
-        source = (streams + row * streams_stride + copy * D).to(tl.pointer_type(tl.int32))
-        old += (tl.load(source + word, mask=mask, other=0),)
-    added = tl.load((y + row * y_stride).to(tl.pointer_type(tl.int32)) + word, mask=mask, other=0)
-    posts = _load_scalars(post + row * post_stride, COPIES)
-    combs = _load_scalars(comb + row * comb_stride, COPIES * COPIES)
-    for copy in tl.static_range(COPIES):
-        target = (out + (row * COPIES + copy) * D).to(tl.pointer_type(tl.int32))
-        tl.store(target + word, _expanded(old, added, posts, combs, copy, COPIES), mask=mask)
+        value = tl.load(pre_row + copy)
+        tl.store(mix_row + copy, value)
+        sound = sound & (value == value)
+    tl.store(sound_row, sound)
 
 
 @triton.jit
-def _collapse(
+def _expand(
     y,
     y_stride,
     streams,
@@ -125,52 +109,101 @@ def _collapse(
     comb_stride,
     pre,
     pre_stride,
-    norm,
-    eps,
     out,
+    mix,
+    sound,
     x,
     COPIES: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
-    UPDATE: tl.constexpr,  # expand first, and store the new streams
+    SUM: tl.constexpr,  # also the collapse of the new streams, before its norm
+    EARLY: tl.constexpr,  # the next kernel is launched at once
+):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    PIECES: tl.constexpr = (D // 2 + WIDTH - 1) // WIDTH
+    row = (tl.program_id(0) // PIECES).to(tl.int64)
+    piece = tl.program_id(0) % PIECES
+    word = piece * WIDTH + tl.arange(0, WIDTH)
+    mask = word < D // 2
+    old = ()
+    for copy in tl.static_range(COPIES):
+        source = (streams + row * streams_stride + copy * D).to(tl.pointer_type(tl.int32))
+        old += (tl.load(source + word, mask=mask, other=0),)
+    added = tl.load((y + row * y_stride).to(tl.pointer_type(tl.int32)) + word, mask=mask, other=0)
+    posts = _load_scalars(post + row * post_stride, COPIES)
+    combs = _load_scalars(comb + row * comb_stride, COPIES * COPIES)
+    new = ()
+    for copy in tl.static_range(COPIES):
+        new += (_expanded(old, added, posts, combs, copy, COPIES),)
+        target = (out + (row * COPIES + copy) * D).to(tl.pointer_type(tl.int32))
+        tl.store(target + word, new[copy], mask=mask)
+    if SUM:
+        pres = _load_scalars(pre + row * pre_stride, COPIES)
+        even = _weighted(new, pres, 0, 1, COPIES, False)
+        rounded = pack(even, _weighted(new, pres, 0, 1, COPIES, True))
+        tl.store((x + row * D).to(tl.pointer_type(tl.int32)) + word, rounded, mask=mask)
+    if piece == 0:
+        _hand_on(pre + row * pre_stride, mix + row * COPIES, sound + row, COPIES)
+
+
+@triton.jit
+def _normed(sums, weight, target, squares, eps, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Store the rounded sums of a row, normed."""
+    scale = tl.rsqrt(tl.sum(squares, axis=0) / D + eps)
+    for piece in tl.static_range((D // 2 + WIDTH - 1) // WIDTH):
+        word = piece * WIDTH + tl.arange(0, WIDTH)
+        even = half(sums[piece], False) * scale * half(weight[piece], False)
+        odd = half(sums[piece], True) * scale * half(weight[piece], True)
+        tl.store(target + word, pack(even, odd), mask=word < D // 2)
+
+
+@triton.jit
+def _norm(x, norm, eps, D: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr):
+    """Rounded sums in x [T, D] -> the normed rows, in place. EARLY: launched with its producer."""
+    row = tl.program_id(0).to(tl.int64)
+    weight = load_row(norm, D, WIDTH)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    sums = load_row(x + row * D, D, WIDTH)
+    squares = tl.zeros((WIDTH,), tl.float32)
+    for piece in tl.static_range((D // 2 + WIDTH - 1) // WIDTH):
+        squares += half(sums[piece], False) * half(sums[piece], False)
+        squares += half(sums[piece], True) * half(sums[piece], True)
+    _normed(sums, weight, (x + row * D).to(tl.pointer_type(tl.int32)), squares, eps, D, WIDTH)
+
+
+@triton.jit
+def _collapse(
+    streams,
+    streams_stride,
+    pre,
+    pre_stride,
+    norm,
+    eps,
+    x,
+    COPIES: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     PIECES: tl.constexpr = (D // 2 + WIDTH - 1) // WIDTH
     row = tl.program_id(0).to(tl.int64)
     pres = _load_scalars(pre + row * pre_stride, COPIES)
-    if UPDATE:
-        posts = _load_scalars(post + row * post_stride, COPIES)
-        combs = _load_scalars(comb + row * comb_stride, COPIES * COPIES)
-        added = load_row(y + row * y_stride, D, WIDTH)
     old = ()
     for copy in tl.static_range(COPIES):
         old += load_row(streams + row * streams_stride + copy * D, D, WIDTH)
     weight = load_row(norm, D, WIDTH)
-
     sums = ()
     squares = tl.zeros((WIDTH,), tl.float32)
     for piece in tl.static_range(PIECES):
-        word = piece * WIDTH + tl.arange(0, WIDTH)
         values = _take(old, piece, PIECES, COPIES)
-        if UPDATE:
-            new = ()
-            for copy in tl.static_range(COPIES):
-                new += (_expanded(values, added[piece], posts, combs, copy, COPIES),)
-                target = (out + (row * COPIES + copy) * D).to(tl.pointer_type(tl.int32))
-                tl.store(target + word, new[copy], mask=word < D // 2)
-            values = new
         even = _weighted(values, pres, 0, 1, COPIES, False)
         rounded = pack(even, _weighted(values, pres, 0, 1, COPIES, True))
         squares += half(rounded, False) * half(rounded, False)
         squares += half(rounded, True) * half(rounded, True)
         sums += (rounded,)
-
-    scale = tl.rsqrt(tl.sum(squares, axis=0) / D + eps)
-    target = (x + row * D).to(tl.pointer_type(tl.int32))
-    for piece in tl.static_range(PIECES):
-        word = piece * WIDTH + tl.arange(0, WIDTH)
-        even = half(sums[piece], False) * scale * half(weight[piece], False)
-        odd = half(sums[piece], True) * scale * half(weight[piece], True)
-        tl.store(target + word, pack(even, odd), mask=word < D // 2)
+    _normed(sums, weight, (x + row * D).to(tl.pointer_type(tl.int32)), squares, eps, D, WIDTH)
 
 
 # -- coefficients -------------------------------------------------------------------------------------------
@@ -372,12 +405,25 @@ def _width(dim: int) -> int:
 
 def hyper_coefficients(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, sweeps: int, eps: float, norm_eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_rows, copies, dim = _check_streams(streams)
     mixes = (2 + copies) * copies
     assert fn.shape == (mixes, copies * dim), f"fn of shape {tuple(fn.shape)} for {copies} copies of {dim}"
     assert all(weight.is_contiguous() for weight in (fn, base, scale)), "weights lie in one piece"
     assert fn.dtype == base.dtype == scale.dtype == torch.float32, "fn, base and scale are float32"
+    work = partial(_coefficients, streams, fn, base, scale, sweeps, eps, norm_eps)
+    if not (streams.is_cuda and 0 < num_rows <= FORK_ROWS):
+        return (*work(), nothing_forked())
+    with torch.cuda.device(streams.device):
+        (pre, post, comb), side = fork(work)
+    return pre, post, comb, side
+
+
+def _coefficients(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, sweeps: int, eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows, copies, dim = streams.shape
+    mixes = (2 + copies) * copies
     pre = streams.new_empty((num_rows, copies), dtype=torch.float32)
     post = torch.empty_like(pre)
     comb = streams.new_empty((num_rows, copies, copies), dtype=torch.float32)
@@ -427,16 +473,71 @@ def hyper_coefficients(
 
 
 def hyper_collapse(streams: Tensor, pre: Tensor, norm: Tensor, norm_eps: float) -> Tensor:
-    num_rows, _, dim = _check_streams(streams)
+    num_rows, copies, dim = _check_streams(streams)
+    _check_collapse(streams, pre, norm)
     x = streams.new_empty((num_rows, dim))
-    _launch_collapse(streams, streams, pre, pre, pre, norm, norm_eps, streams, x, update=False)
+    if num_rows:
+        _collapse[(num_rows,)](
+            streams,
+            streams.stride(0),
+            pre,
+            pre.stride(0),
+            norm,
+            norm_eps,
+            x,
+            COPIES=copies,
+            D=dim,
+            WIDTH=_width(dim),
+            num_warps=ROW_WARPS,
+        )
     return x
 
 
-def hyper_expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+def hyper_expand(
+    y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, pre: Tensor, side: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _launch_expand(y, streams, post, comb, pre, side, None)
+
+
+def hyper_update(
+    y: Tensor,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    pre: Tensor,
+    side: Tensor,
+    norm: Tensor,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_rows, _, dim = streams.shape
+    _check_collapse(streams, pre, norm)
+    x = streams.new_empty((num_rows, dim))
+    handed = _launch_expand(y, streams, post, comb, pre, side, x)
+    if num_rows:
+        _norm[(num_rows,)](
+            x,
+            norm,
+            norm_eps,
+            D=dim,
+            WIDTH=_width(dim),
+            EARLY=x.is_cuda,
+            num_warps=ROW_WARPS,
+            launch_pdl=x.is_cuda,
+        )
+    return (*handed, x)
+
+
+def _launch_expand(
+    y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, pre: Tensor, side: Tensor, x: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Streams, mix and soundness; the sums of the collapse go to x [T, D]."""
     num_rows, copies, dim = _check_streams(streams)
-    _check_update(y, streams, post, comb)
-    out = streams.new_empty(streams.shape)
+    _check_update(y, streams, post, comb, pre)
+    out, mix = streams.new_empty(streams.shape), streams.new_empty((num_rows, copies), dtype=torch.float32)
+    sound = streams.new_empty(num_rows, dtype=torch.bool)
+    if streams.is_cuda:
+        with torch.cuda.device(streams.device):
+            join(side)
     if num_rows:
         width = _width(dim)
         _expand[(num_rows * triton.cdiv(dim // 2, width),)](
@@ -448,76 +549,39 @@ def hyper_expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tens
             post.stride(0),
             comb,
             comb.stride(0),
+            pre,
+            pre.stride(0),
             out,
+            mix,
+            sound,
+            out if x is None else x,
             COPIES=copies,
             D=dim,
             WIDTH=width,
+            SUM=x is not None,
+            EARLY=x is not None and x.is_cuda,
             num_warps=EXPAND_WARPS,
         )
-    return out
+    return out, mix, sound
 
 
-def hyper_update(
-    y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, pre: Tensor, norm: Tensor, norm_eps: float
-) -> tuple[Tensor, Tensor]:
-    num_rows, _, dim = _check_streams(streams)
-    _check_update(y, streams, post, comb)
-    out, x = streams.new_empty(streams.shape), streams.new_empty((num_rows, dim))
-    _launch_collapse(y, streams, post, comb, pre, norm, norm_eps, out, x, update=True)
-    return out, x
-
-
-def _check_update(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> None:
+def _check_update(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, pre: Tensor) -> None:
     num_rows, copies, dim = streams.shape
     if y.dtype != torch.bfloat16:
         raise ValueError(f"the Triton kernels of the residual copies add a bf16 output, not {y.dtype}")
     assert y.shape == (num_rows, dim), (
         f"an output of shape {tuple(y.shape)} for streams {tuple(streams.shape)}"
     )
-    assert post.shape == (num_rows, copies), f"{tuple(post.shape)} weights for {num_rows} rows"
+    assert post.shape == pre.shape == (num_rows, copies), f"{tuple(post.shape)} weights for {num_rows} rows"
     assert comb.shape == (num_rows, copies, copies), f"{tuple(comb.shape)} weights for {num_rows} rows"
     check_rows(y)
-    _check_weights(post, comb)
+    _check_weights(post, comb, pre)
 
 
-def _launch_collapse(
-    y: Tensor,
-    streams: Tensor,
-    post: Tensor,
-    comb: Tensor,
-    pre: Tensor,
-    norm: Tensor,
-    norm_eps: float,
-    out: Tensor,
-    x: Tensor,
-    update: bool,
-) -> None:
+def _check_collapse(streams: Tensor, pre: Tensor, norm: Tensor) -> None:
     num_rows, copies, dim = streams.shape
     assert pre.shape == (num_rows, copies), f"{tuple(pre.shape)} weights for streams {tuple(streams.shape)}"
     assert norm.shape == (dim,), f"a norm of {tuple(norm.shape)} weights for {dim} channels"
     assert norm.dtype == torch.bfloat16, f"a norm's weights are bf16, got {norm.dtype}"
     assert norm.is_contiguous(), "a norm's weights lie in one piece"
     _check_weights(pre)
-    if num_rows == 0:
-        return
-    _collapse[(num_rows,)](
-        y,
-        y.stride(0),
-        streams,
-        streams.stride(0),
-        post,
-        post.stride(0),
-        comb,
-        comb.stride(0),
-        pre,
-        pre.stride(0),
-        norm,
-        norm_eps,
-        out,
-        x,
-        COPIES=copies,
-        D=dim,
-        WIDTH=_width(dim),
-        UPDATE=update,
-        num_warps=ROW_WARPS,
-    )
