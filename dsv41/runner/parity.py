@@ -53,10 +53,11 @@ def row_error(logits: Tensor, reference: Tensor) -> Tensor:
 def reference_run(model: Model) -> Run:
     """The eager decoder on the reference implementations, over the model's own weights and record formats."""
     backends = replace(model.backends, **dict.fromkeys(FAMILIES, "reference"))
-    return model.decoder if backends == model.backends else _twin(model, backends)
+    return model.decoder if backends == model.backends else twin(model, backends)
 
 
-def _twin(model: Model, backends: Backends) -> Decoder:
+def twin(model: Model, backends: Backends) -> Decoder:
+    """Another decoder over the same weights. Their byte order must be one that its backends read."""
     with torch.device("meta"):
         twin = Decoder(
             model.config, model.plan, model.layout, backends, features=model.decoder.return_features
@@ -78,7 +79,7 @@ def _nudged(embedding: Tensor, seed: int = 0) -> Tensor:
 
 def _noise(model: Model, engine: EngineConfig, reference: Tensor) -> float:
     """How far the reference is from itself when its embeddings are rounded otherwise: the worst row."""
-    other = _twin(model, replace(model.backends, **dict.fromkeys(FAMILIES, "reference")))
+    other = twin(model, replace(model.backends, **dict.fromkeys(FAMILIES, "reference")))
     other.embedding = torch.nn.Parameter(_nudged(model.decoder.embedding), requires_grad=False)
     return float(row_error(_steps(model, engine, other), reference).max())
 

@@ -65,7 +65,7 @@ def test_a_deep_model_is_held_to_its_own_noise(monkeypatch: pytest.MonkeyPatch) 
     assert ulps.max() == 1
     assert ulps.float().mean() > 0.99
 
-    other = parity._twin(model, model.backends)
+    other = parity.twin(model, model.backends)
     other.embedding = torch.nn.Parameter(nudged, requires_grad=False)
     found = parity.compare(model, ENGINE, other)
     assert found.passed
