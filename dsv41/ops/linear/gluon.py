@@ -41,7 +41,7 @@ from dsv41.ops.linear.triton_stream import stream_kernel
 SMS = 132  # of an H200: a split of K may not depend on the device, or bits would
 FUSED_ROWS = 8  # up to here the skinny kernel prepares x itself
 PARTS_ROWS = 2  # up to here a tile may hold several parts of K
-PARTS_CTAS = 200  # fewer tiles than this leave too many SMs with one or none
+LEAST_CTAS = 200  # of a split product: fewer leave too many SMs with one or none
 FEW_ROWS = 256  # beyond, the weight is widened once and cuBLAS multiplies
 STREAM_ROWS = 64  # the same limit of `linear`
 FIXED_ROWS = 64  # rows of a tile under `deterministic`
@@ -88,13 +88,20 @@ def why_not(hardware: Hardware, record: str | None) -> str | None:
     return None
 
 
+def slowest_sm(ctas: int, chunks: float) -> float:
+    """The work of the SM that gets most CTAs, in chunks of 8 KB of weight; a CTA itself costs half of one."""
+    return triton.cdiv(ctas, SMS) * (chunks + 0.5)
+
+
 def split_count(tiles: int, steps: int, most_steps: int) -> int:
-    """Into how many parts K's `steps` are cut so that two CTAs an SM have work: a divisor of `steps` if one
-    is near. Depends on the shape alone."""
-    least = max(triton.cdiv(2 * SMS, tiles), triton.cdiv(steps, most_steps))
-    least = min(least, steps)
-    even = next((s for s in range(least, min(2 * least, steps) + 1) if steps % s == 0), least)
-    return triton.cdiv(steps, triton.cdiv(steps, even))
+    """Into how many parts K's `steps` are cut so that no SM has much more to do than another; fewer are
+    cheaper to add. Depends on the shape alone."""
+    least = max(triton.cdiv(LEAST_CTAS, tiles), triton.cdiv(steps, most_steps))
+    sizes = sorted(
+        {triton.cdiv(steps, splits) for splits in range(min(least, steps), steps + 1)}, reverse=True
+    )
+    best = min(sizes, key=lambda size: slowest_sm(tiles * triton.cdiv(steps, size), size))
+    return triton.cdiv(steps, best)
 
 
 def parts_of_k(tiles: int, k: int, num_rows: int) -> int:
@@ -104,10 +111,11 @@ def parts_of_k(tiles: int, k: int, num_rows: int) -> int:
     """
     if num_rows > PARTS_ROWS or k > 16384 or (tiles >= 2 * SMS and k <= RESIDENT_CHUNKS * skinny.CHUNK):
         return 1
-    for parts in (4, 8) if num_rows == 1 else (4,):
-        if k % (32 * parts) == 0 and (tiles * parts >= PARTS_CTAS or parts * num_rows == 8):
-            return parts
-    return 1 if k % 128 else 4
+    legal = [parts for parts in ((4, 8) if num_rows == 1 else (4,)) if k % (32 * parts) == 0]
+    if not legal:
+        return 1 if k % 128 else 4
+    enough = [parts for parts in legal if tiles * parts >= LEAST_CTAS] or legal[-1:]
+    return min(enough, key=lambda parts: slowest_sm(tiles * parts, k / parts / skinny.CHUNK))
 
 
 def plan(n: int, k: int, groups: int, num_rows: int, deterministic: bool) -> Plan:
