@@ -49,7 +49,7 @@ RESIDENT_CHUNKS = 16  # of x that a CTA keeps: 2 KB each
 SHARED_BYTES = 225 << 10  # of an SM, less what the CTAs' own reserves take
 WIDEN_ELEMENTS = 1 << 27  # of the weight widened at a time: 256 MB of scratch
 STREAM_N, STREAM_K = 64, 128
-MOST_CTAS, MOST_STAGES = 4, 10  # of an SM, of a CTA's ring
+MOST_CTAS, MOST_STAGES = 5, 10  # of an SM, of a CTA's ring
 EARLY = True  # programmatic launch: the weight is on its way while the kernel before still runs
 
 
@@ -89,17 +89,16 @@ def why_not(hardware: Hardware, record: str | None) -> str | None:
 
 
 def slowest_sm(ctas: int, chunks: float) -> float:
-    """The work of the SM that gets most CTAs, in chunks of 8 KB of weight; a CTA itself costs half of one."""
-    return triton.cdiv(ctas, SMS) * (chunks + 0.5)
+    """The work of the SM that gets most CTAs, in chunks of 8 KB of weight (a quarter of a microsecond each);
+    CTAs that begin where others end cost six."""
+    return triton.cdiv(ctas, SMS) * chunks + 6 * (ctas > MOST_CTAS * SMS)
 
 
 def split_count(tiles: int, steps: int, most_steps: int) -> int:
-    """Into how many parts K's `steps` are cut so that no SM has much more to do than another; fewer are
-    cheaper to add. Depends on the shape alone."""
-    least = max(triton.cdiv(LEAST_CTAS, tiles), triton.cdiv(steps, most_steps))
-    sizes = sorted(
-        {triton.cdiv(steps, splits) for splits in range(min(least, steps), steps + 1)}, reverse=True
-    )
+    """Into how many parts K's `steps` are cut so that no SM has much more to do than another; of equal ones
+    the most, since a CTA prepares its part of x before its first product. Depends on the shape alone."""
+    least = min(steps, max(triton.cdiv(LEAST_CTAS, tiles), triton.cdiv(steps, most_steps)))
+    sizes = sorted({triton.cdiv(steps, splits) for splits in range(least, steps + 1)})
     best = min(sizes, key=lambda size: slowest_sm(tiles * triton.cdiv(steps, size), size))
     return triton.cdiv(steps, best)
 

@@ -317,9 +317,9 @@ def _combine(
     key = tl.where(expert >= 0, expert * KP + choice, 0x7FFFFFFF)
     rank = tl.sum((key[None, :] < key[:, None]).to(tl.int32), 1)
     num_live = tl.sum((expert >= 0).to(tl.int32), 0)
-    beside = tl.load(shared + row * shared_stride + column, mask=mask, other=0.0).to(tl.float32)
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_wait()  # also for `shared`, which another stream may have written
+    beside = tl.load(shared + row * shared_stride + column, mask=mask, other=0.0).to(tl.float32)
     total = tl.zeros((WIDTH,), tl.float32)
     for place in tl.static_range(K):
         j = tl.sum(tl.where(rank == place, choice, 0), 0)
