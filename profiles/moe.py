@@ -26,7 +26,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import dsv41.ops.linear.op  # noqa: F401
 from dsv41.ops.moe import gluon, gluon_few, gluon_many, gluon_pack, triton_group
-from dsv41.ops.moe.op import experts, route
+from dsv41.ops.moe.op import experts, route, shared_expert
 
 HIDDEN, WIDTH, EXPERTS, TOP_K, LIMIT = 5120, 2304, 128, 6, 10.0
 EXPERT_BYTES = 3 * HIDDEN * WIDTH * 17 // 32
@@ -107,8 +107,12 @@ def build(case: str, layer: Layer, rows: int, arguments: argparse.Namespace) -> 
         y = torch.randn((rows * TOP_K, HIDDEN), device="cuda").bfloat16()
         return lambda: triton_group.combine(y, ids, x), 2 * (y.numel() + 2 * x.numel())
     if case == "experts":
-        args = (x, ids, weights, *layer.packed, *layer.shared, LIMIT, True, False, arguments.linear, "gluon")
-        return lambda: experts(*args), whole + sum(part.numel() for part in layer.shared)
+
+        def both() -> Tensor:
+            shared, side = shared_expert(x, *layer.shared, LIMIT, True, False, arguments.linear, "gluon")
+            return experts(x, ids, weights, *layer.packed, shared, side, LIMIT, True, False, "gluon")
+
+        return both, whole + sum(part.numel() for part in layer.shared)
     few = case == "few" or (case == "routed" and rows <= gluon.FEW_ROWS)
     return lambda: triton_group.combine(layer.routed(x, ids, weights, few, plan), ids, x), whole
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv41.model.linear import Context, Fp8Weight, parameter
-from dsv41.ops.moe.op import experts, route
+from dsv41.ops.moe.op import experts, route, shared_expert
 
 FP4_BLOCK = 32
 
@@ -46,6 +46,18 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, is_image: Tensor, valid: Tensor) -> Tensor:
         """x [T, D] -> [T, D]; rows that are not `valid` are padding."""
+        shared, side = shared_expert(
+            x,
+            self.shared_gate_up.weight,
+            self.shared_gate_up.scale,
+            self.shared_down.weight,
+            self.shared_down.scale,
+            self.limit,
+            self.quantise,
+            self.deterministic,
+            self.linear_impl,
+            self.impl,
+        )
         ids, weights = self.route(x, is_image, valid)
         return experts(
             x,
@@ -55,13 +67,10 @@ class MoE(nn.Module):
             self.gate_up_scale,
             self.down,
             self.down_scale,
-            self.shared_gate_up.weight,
-            self.shared_gate_up.scale,
-            self.shared_down.weight,
-            self.shared_down.scale,
+            shared,
+            side,
             self.limit,
             self.quantise,
             self.deterministic,
-            self.linear_impl,
             self.impl,
         )

@@ -187,7 +187,8 @@ def route_scale_missing(patch: Patch) -> None:
 
 @control(0.18)
 def clamp_ignored(patch: Patch) -> None:
-    wrap(patch, moe, "experts", lambda experts, *args: experts(*args[:-4], 1e30, *args[-3:]))
+    wrap(patch, moe, "experts", lambda experts, *args: experts(*args[:-3], 1e30, *args[-2:]))
+    wrap(patch, moe, "shared_expert", lambda expert, *args: expert(*args[:-4], 1e30, *args[-3:]))
 
 
 @control(0.035)

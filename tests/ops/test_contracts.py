@@ -242,8 +242,15 @@ def experts(rows: int, dtype: torch.dtype) -> list[Any]:
     chosen = (torch.arange(rows).unsqueeze(1) + torch.arange(3)) % 6
     chosen[2:3] = -1
     weights = torch.where(chosen < 0, 0.0, normal(rows, 3).abs())
-    stored = [*fp4(6, 2 * 32, DIM), *fp4(6, DIM, 32), *fp8(2 * 32, DIM), *fp8(DIM, 32)]
-    return [normal(rows, DIM, dtype=dtype), chosen.int(), weights, *stored, 2.0, True, False, "reference"]
+    stored = [*fp4(6, 2 * 32, DIM), *fp4(6, DIM, 32)]
+    x, shared = normal(rows, DIM, dtype=dtype), normal(rows, DIM, dtype=dtype)
+    return [x, chosen.int(), weights, *stored, shared, nothing_forked(), 2.0, True, False]
+
+
+@sample
+def shared_expert(rows: int, dtype: torch.dtype) -> list[Any]:
+    stored = [*fp8(2 * 32, DIM), *fp8(DIM, 32)]
+    return [normal(rows, DIM, dtype=dtype), *stored, 2.0, True, False, "reference"]
 
 
 @sample

@@ -30,13 +30,13 @@ from interpreted import (  # noqa: F401
 )
 from offline import compile_sm90
 from torch import Tensor
+from whole_experts import whole_experts
 
 import dsv41.ops.linear.op  # noqa: F401  (the shared expert's products)
 from dsv41.hardware import Hardware
 from dsv41.ops import records
 from dsv41.ops.arithmetic import exact_matmul
 from dsv41.ops.moe import gluon_pack, reference
-from dsv41.ops.moe.op import experts as moe_experts
 
 triton = pytest.importorskip("triton", reason="the kernels are written in Triton: needs the package triton")
 from dsv41.ops.moe import triton_group, triton_route  # noqa: E402
@@ -644,9 +644,8 @@ class Layer:
 
     def run(self, impl: str, x: Tensor, ids: Tensor, weights: Tensor, deterministic: bool = False) -> Tensor:
         stored = self.released if impl == "reference" else self.packed
-        return moe_experts(
-            x, ids, weights, *stored, *self.shared, LIMIT, True, deterministic, "reference", impl
-        )  # fmt: skip
+        stored = [*stored, *self.shared]
+        return whole_experts(x, ids, weights, *stored, limit=LIMIT, impl=impl, deterministic=deterministic)
 
 
 @cache
@@ -859,8 +858,8 @@ def test_the_shared_expert_beside_the_others_gives_the_same_bits(
         monkeypatch.setattr(gluon, "FORK_ROWS", fork_rows)
         row, kept = x, []
         for _ in range(6):
-            fixed = (*layer.packed, *layer.shared, LIMIT, True, deterministic)
-            row = moe_experts(row, ids, weights, *fixed, "gluon", "gluon") * 0.5
+            fixed = {"limit": LIMIT, "impl": "gluon", "deterministic": deterministic, "linear_impl": "gluon"}
+            row = whole_experts(row, ids, weights, *layer.packed, *layer.shared, **fixed) * 0.5
             torch.full_like(row, torch.nan)
             kept.append(row)
         return kept

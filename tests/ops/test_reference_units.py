@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+from whole_experts import whole_experts
 
 from dsv41.backends import select
 from dsv41.hardware import detect
@@ -25,7 +26,7 @@ from dsv41.ops.hyper.op import hyper_coefficients, hyper_collapse, hyper_expand,
 from dsv41.ops.hyper.reference import collapse, split_mixes
 from dsv41.ops.indexing.op import candidate_blocks
 from dsv41.ops.linear.op import linear, linear_fp8
-from dsv41.ops.moe.op import experts, route
+from dsv41.ops.moe.op import route
 from dsv41.ops.moe.reference import _gated
 from dsv41.ops.streams import nothing_forked
 from dsv41.presets import preset
@@ -256,7 +257,7 @@ LIMIT = 2.0  # of the golden experts: low enough that most of their rows are cla
 
 
 def stored_experts(hidden: int, width: int, **golden: Tensor) -> list[Tensor]:
-    """The weight arguments of `experts`: one routed and one shared expert, zero but for what is given."""
+    """The weights of one routed and one shared expert, zero but for what is given."""
     stored = {
         "gate_up": torch.zeros(1, 2 * width, hidden // 2, dtype=torch.uint8),
         "gate_up_scale": torch.full((1, 2 * width, hidden // 32), 127, dtype=torch.uint8),
@@ -286,9 +287,8 @@ def test_routed_expert(weighted: bool) -> None:
         down_scale=golden["w2_scale"],
     )
     weights = golden["route_weight"] if weighted else torch.ones(7, 1)
-    y = experts(
-        golden["x"], torch.zeros(7, 1, dtype=torch.int32), weights, *stored, LIMIT, True, False, CPU, CPU
-    )
+    chosen = torch.zeros(7, 1, dtype=torch.int32)
+    y = whole_experts(golden["x"], chosen, weights, *stored, limit=LIMIT, impl=CPU)
     assert torch.equal(y, golden["y_weighted" if weighted else "y"])
 
 
@@ -306,7 +306,7 @@ def test_shared_expert() -> None:
         shared_down_scale=golden["w2_scale"],
     )
     nothing = torch.full((7, 1), -1, dtype=torch.int32)
-    y = experts(golden["x"], nothing, torch.zeros(7, 1), *stored, LIMIT, True, False, CPU, CPU)
+    y = whole_experts(golden["x"], nothing, torch.zeros(7, 1), *stored, limit=LIMIT, impl=CPU)
     assert torch.equal(y, golden["y"])
 
 
@@ -464,12 +464,12 @@ def test_experts_without_rows_are_not_touched() -> None:
     stored[1][[0, 2]] = stored[3][[0, 2]] = 255
     ids = torch.tensor([[1], [1], [-1], [1], [-1]], dtype=torch.int32)
     weights = torch.tensor([[0.5], [1.0], [0.0], [1.5], [0.0]])
-    y = experts(x, ids, weights, *stored, 2.0, True, False, CPU, CPU)
+    y = whole_experts(x, ids, weights, *stored, limit=2.0, impl=CPU)
     assert y.isfinite().all()
-    alone = experts(x[2:3], ids[2:3], weights[2:3], *stored, 2.0, True, False, CPU, CPU)
+    alone = whole_experts(x[2:3], ids[2:3], weights[2:3], *stored, limit=2.0, impl=CPU)
     assert torch.equal(y[2:3], alone)
     assert not torch.equal(
-        y[0:1], experts(x[0:1], ids[2:3], weights[2:3], *stored, 2.0, True, False, CPU, CPU)
+        y[0:1], whole_experts(x[0:1], ids[2:3], weights[2:3], *stored, limit=2.0, impl=CPU)
     )
 
 
@@ -477,9 +477,9 @@ def test_one_expert_with_all_rows() -> None:
     """A row's bits do not depend on how many rows share its expert."""
     x, stored = torch.randn(33, 64).bfloat16(), random_experts(3)
     ids, weights = torch.full((33, 1), 1, dtype=torch.int32), torch.rand(33, 1)
-    together = experts(x, ids, weights, *stored, 2.0, True, False, CPU, CPU)
+    together = whole_experts(x, ids, weights, *stored, limit=2.0, impl=CPU)
     alone = [
-        experts(x[i : i + 1], ids[:1], weights[i : i + 1], *stored, 2.0, True, False, CPU, CPU)
+        whole_experts(x[i : i + 1], ids[:1], weights[i : i + 1], *stored, limit=2.0, impl=CPU)
         for i in range(len(x))
     ]
     assert torch.equal(together, torch.cat(alone))

@@ -6,20 +6,18 @@ leave a row per pair, which `combine` adds up. They differ in the last bits, so 
 the second, whose rows do not depend on the rows beside them; that costs most at one row.
 
 The shared expert's two products are the `linear` family's; only its activation is here. With few rows it runs
-beside the routed experts, on a stream of its own: each reads weights with pauses where its kernels start and
-end, and together they fill them.
+beside the router and the routed experts, on a stream of its own: each reads weights with pauses where its
+kernels start and end, and together they fill them.
 """
 
 from __future__ import annotations
-
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from dsv41.hardware import Hardware
 from dsv41.ops.moe import gluon_few, gluon_many, gluon_pack, triton_group, triton_route
-from dsv41.ops.streams import fork_join
+from dsv41.ops.streams import fork, join, nothing_forked
 
 # Up to here the few-row kernels are taken. By count: 320 rows make 1.34 slots an expert there, which is 1.4
 # times the instructions of the prototype's 622 us at 128 rows, and the many-row prototype took 1.22 ms where
@@ -59,34 +57,23 @@ def shared_expert(
     down: Tensor,
     down_scale: Tensor,
     limit: float,
+    quantise: bool,
     deterministic: bool,
     linear_impl: str,
-) -> Tensor:
-    """The expert that every row takes: [T, D] -> [T, D]."""
+) -> tuple[Tensor, Tensor]:
+    """See op.py."""
     linear_fp8 = torch.ops.dsv41.linear_fp8.default
-    products = linear_fp8(x, gate_up, gate_up_scale, True, deterministic, linear_impl)
-    hidden = triton_group.activate(products, limit)
-    return linear_fp8(hidden, down, down_scale, True, deterministic, linear_impl)
 
+    def work() -> tuple[Tensor]:
+        products = linear_fp8(x, gate_up, gate_up_scale, quantise, deterministic, linear_impl)
+        hidden = triton_group.activate(products, limit)
+        return (linear_fp8(hidden, down, down_scale, quantise, deterministic, linear_impl),)
 
-def routed_experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    limit: float,
-    deterministic: bool,
-) -> Tensor:
-    """A row per pair of row and choice, for `triton_group.combine`."""
-    x = x if x.stride(1) == 1 else x.contiguous()
-    weighed = (weights, gate_up, gate_up_scale, down, down_scale, limit)
-    if x.shape[0] <= FEW_ROWS and not deterministic:
-        return gluon_few.run_few(x, ids, *weighed)
-    groups = triton_group.group(ids, gate_up.shape[0], gluon_many.CHUNK)
-    return gluon_many.run_many(x, groups, *weighed)
+    with torch.cuda.device(x.device):
+        if not 0 < x.shape[0] <= FORK_ROWS:
+            return (*work(), nothing_forked())
+        (shared,), side = fork(work)
+    return shared, side
 
 
 def experts(
@@ -97,26 +84,26 @@ def experts(
     gate_up_scale: Tensor,
     down: Tensor,
     down_scale: Tensor,
-    shared_gate_up: Tensor,
-    shared_gate_up_scale: Tensor,
-    shared_down: Tensor,
-    shared_down_scale: Tensor,
+    shared: Tensor,
+    side: Tensor,
     limit: float,
     quantise: bool,
     deterministic: bool,
-    linear_impl: str,
 ) -> Tensor:
     """See op.py; the routed experts' weights as `pack` leaves them."""
     _check(x, ids, weights, gate_up, gate_up_scale, down, down_scale, quantise)
     if x.shape[0] == 0:
         return torch.empty_like(x)
-    common = (shared_gate_up, shared_gate_up_scale, shared_down, shared_down_scale)
-    own = (gate_up, gate_up_scale, down, down_scale)
-    routed = partial(routed_experts, x, ids, weights, *own, limit, deterministic)
-    shared = partial(shared_expert, x, *common, limit, deterministic, linear_impl)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    routed = (weights, gate_up, gate_up_scale, down, down_scale, limit)
     with torch.cuda.device(x.device):
-        y, added = fork_join(routed, shared) if x.shape[0] <= FORK_ROWS else (routed(), shared())
-        return triton_group.combine(y, ids, added)
+        if x.shape[0] <= FEW_ROWS and not deterministic:
+            y = gluon_few.run_few(x, ids, *routed)
+        else:
+            groups = triton_group.group(ids, gate_up.shape[0], gluon_many.CHUNK)
+            y = gluon_many.run_many(x, groups, *routed)
+        join(side)
+        return triton_group.combine(y, ids, shared)
 
 
 def _check(

@@ -57,6 +57,24 @@ def _dequantised(packed: Tensor, scale: Tensor, used: Tensor) -> Iterator[Tensor
         yield from records.dequantise_fp4_weight(packed[some], scale[some])
 
 
+def shared_expert(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    limit: float,
+    quantise: bool,
+    deterministic: bool,
+    linear_impl: str,
+) -> tuple[Tensor, Tensor]:
+    linear_fp8 = torch.ops.dsv41.linear_fp8.default
+    products = linear_fp8(x, gate_up, gate_up_scale, quantise, deterministic, linear_impl)
+    hidden = _gated(products, None, limit)
+    beside = torch.zeros(1, dtype=torch.int64)  # no stream
+    return linear_fp8(hidden, down, down_scale, quantise, deterministic, linear_impl), beside
+
+
 def experts(
     x: Tensor,
     ids: Tensor,
@@ -65,14 +83,11 @@ def experts(
     gate_up_scale: Tensor,
     down: Tensor,
     down_scale: Tensor,
-    shared_gate_up: Tensor,
-    shared_gate_up_scale: Tensor,
-    shared_down: Tensor,
-    shared_down_scale: Tensor,
+    shared: Tensor,
+    side: Tensor,
     limit: float,
     quantise: bool,
     deterministic: bool,
-    linear_impl: str,
 ) -> Tensor:
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     order = ids.flatten().argsort(stable=True)[(ids < 0).sum() :]  # the pairs of row and choice, by expert
@@ -87,9 +102,4 @@ def experts(
         downs = _dequantised(down, down_scale, used)
         for some, values, weight in zip(rows, hidden.split(parts), downs, strict=True):
             total[some] += exact_matmul(values, weight).to(x.dtype).float()
-    linear_fp8 = torch.ops.dsv41.linear_fp8.default
-    hidden = _gated(
-        linear_fp8(x, shared_gate_up, shared_gate_up_scale, quantise, deterministic, linear_impl), None, limit
-    )
-    shared = linear_fp8(hidden, shared_down, shared_down_scale, quantise, deterministic, linear_impl)
     return (total + shared.float()).to(x.dtype)
