@@ -44,6 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda.gdc import gdc_wait
 
 from dsv41.ops import records
 
@@ -494,6 +495,7 @@ def _attend(q, window, window_slots, states, state_slots, sink, out, part, ml,
             NUM_HEADS: gl.constexpr, Q_HEAD: gl.constexpr, WINDOW: gl.constexpr, STATE: gl.constexpr,
             PV_N: gl.constexpr,
             PRODUCER_WARPS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, FEW: gl.constexpr):  # fmt: skip
+    gdc_wait()
     if FEW:
         # `_combine` may take its places beside this grid; it still waits for the end of it.
         gl.inline_asm_elementwise(
@@ -682,7 +684,7 @@ def attend(
             **specialisation(
                 window_record, window_page, state_record, state_page, few, heads, q.stride(1), variant
             ),
-            num_warps=8,
+            num_warps=8, launch_pdl=True,
         )  # fmt: skip
         if tail:
             _combine[(tail, heads)](

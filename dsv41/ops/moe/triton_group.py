@@ -272,7 +272,7 @@ def spread(x: Tensor, groups: Groups | None, top_k: int, slots: int, rows: int) 
         x, codes, scales, *table, x.stride(0),
         D=hidden, NT=rows, TOP_K=top_k, SOLO=solo, PDL=x.is_cuda,
         FLOOR=records.FP8_FLOOR, RECIPROCAL=records.FP32_RECIPROCAL_448,
-        num_warps=2, launch_pdl=x.is_cuda and not solo,
+        num_warps=2, launch_pdl=x.is_cuda,
     )  # fmt: skip
     return codes, scales
 
@@ -281,7 +281,10 @@ def spread(x: Tensor, groups: Groups | None, top_k: int, slots: int, rows: int) 
 
 
 @triton.jit(do_not_specialize=("limit",))
-def _activate(gate_up, hidden, limit, W: tl.constexpr, WIDTH: tl.constexpr):
+def _activate(gate_up, hidden, limit, W: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     mask = column < W
@@ -300,7 +303,10 @@ def activate(gate_up: Tensor, limit: float) -> Tensor:
     gate_up = gate_up.contiguous()
     hidden = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        _activate[(triton.cdiv(width, 512), rows)](gate_up, hidden, limit, W=width, WIDTH=512, num_warps=2)
+        _activate[(triton.cdiv(width, 512), rows)](
+            gate_up, hidden, limit, W=width, WIDTH=512, PDL=hidden.is_cuda,
+            num_warps=2, launch_pdl=hidden.is_cuda,
+        )  # fmt: skip
     return hidden
 
 

@@ -30,6 +30,7 @@ def _products(
     STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(0)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -141,7 +142,7 @@ def choose(
     _products[(splits, triton.cdiv(experts, COLUMNS), triton.cdiv(rows, ROWS))](
         x, gate.contiguous(), partial, rows, x.stride(0),
         D=hidden, E=experts, ROWS=ROWS, COLUMNS=COLUMNS, SPLIT=SPLIT, STEP=STEP, PDL=x.is_cuda,
-        num_warps=4, num_stages=5,
+        num_warps=4, num_stages=5, launch_pdl=x.is_cuda,
     )  # fmt: skip
     padded = triton.next_power_of_2(experts)
     _select[(rows,)](

@@ -259,7 +259,11 @@ def _publish(
     SCALE_STRIDE: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     FP32_SCALES: tl.constexpr,
+    EARLY: tl.constexpr,  # launched before its producers have ended
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     PARTS: tl.constexpr = 1 + (OUT_HEADS + TILE - 1) // TILE
     part = tl.program_id(0) % PARTS
     row = (tl.program_id(0) // PARTS).to(tl.int64)
@@ -389,8 +393,10 @@ def _launch(
         SCALE_STRIDE=scales.stride,
         SCALE_BYTES=scales.width,
         FP32_SCALES=layout.fp32_scales,
+        EARLY=x.is_cuda,
         num_warps=QUERY_WARPS if out_heads else ROW_WARPS,
         enable_fp_fusion=False,
+        launch_pdl=x.is_cuda,
     )
     return q_out
 
