@@ -323,7 +323,8 @@ def _fill(rows, w, s, step, fills, smem, GATED: gl.constexpr, RING: gl.constexpr
 
 @gluon.jit
 def _produce(source, num_slots, smem, K: gl.constexpr, N: gl.constexpr, GATED: gl.constexpr,
-             TOP_K: gl.constexpr, RING: gl.constexpr, PREFETCH: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
+             TOP_K: gl.constexpr, RING: gl.constexpr, PREFETCH: gl.constexpr,
+             EARLY: gl.constexpr):  # fmt: skip
     full = smem[2]
     STEPS: gl.constexpr = K // 64  # a multiple of 4
     L: gl.constexpr = words_layout(8)
