@@ -1,7 +1,7 @@
 """How long the many-row expert products take, by variant: replayed graphs, flops, percent of the roof.
 
-    python profiles/moe_many.py [--rows 128 512 1024 4096] [--cases gate_up down] [--variants default wide]
-                                [--output moe_many.jsonl]
+    python profiles/moe_many.py [--rows 128 512 1024 4096] [--cases gate_up down]
+                                [--variants default registers] [--output moe_many.jsonl]
 
 One layer of the release's widths with 128 experts: 2.4 GB of packed weights, far more than the L2 cache
 holds, so that every launch reads them from memory. Two draws of rows and routing alternate in a graph. The
@@ -23,19 +23,15 @@ import torch
 from timing import copy_bandwidth, device, product_rate, report, spread, time_us
 from torch import Tensor
 
-from dsv41.ops.moe import gluon_many
+from dsv41.ops.moe import gluon_many, gluon_registers
 
 EXPERTS, TOP_K, HIDDEN, WIDTH, LIMIT = 128, 6, 5120, 2304, 10.0
-VARIANTS = {  # of gluon_many.multiply, beside its defaults
-    "default": {},
-    "arrive": {"rows_arrive": True},
-    "wide": {"wide": True},
-    "wide_arrive": {"wide": True, "rows_arrive": True},
-    "no_prefetch": {"ahead": 0},
-    "far_prefetch": {"ahead": 16},
-    "three_stages": {"ring": 3},
+VARIANTS = {  # a design and arguments of its `multiply`, beside the defaults
+    "default": (gluon_many, {}),
+    "late_fence": (gluon_many, {"early_fence": False}),
+    "registers": (gluon_registers, {"split": False}),
+    "registers_split": (gluon_registers, {"split": True}),
 }
-FIRST = ("default", "arrive", "wide", "wide_arrive", "no_prefetch")
 
 
 def weights() -> tuple[Tensor, ...]:
@@ -77,22 +73,22 @@ def draw(rows: int) -> tuple[Tensor, SimpleNamespace, Tensor, list[int]]:
 
 
 def call(
-    case: str, variant: dict, layer: tuple[Tensor, ...], x: Tensor, groups: SimpleNamespace, routing: Tensor
+    case: str, variant: str, layer: tuple[Tensor, ...], x: Tensor, groups: SimpleNamespace, routing: Tensor
 ):
+    design, options = VARIANTS[variant]
     if case == "quantise":
-        return lambda: gluon_many.quantise_rows(x)
+        return lambda: design.quantise_rows(x)
+    rows = design.quantise_rows(x)
     if case == "gate_up":
-        rows = gluon_many.quantise_rows(x)
-        return lambda: gluon_many.multiply(rows, groups, routing, *layer[:2], LIMIT, **variant)
+        return lambda: design.multiply(rows, groups, routing, *layer[:2], LIMIT, **options)
     if case == "down":
-        rows = gluon_many.quantise_rows(x)
-        hidden = gluon_many.multiply(rows, groups, routing, *layer[:2], LIMIT)
-        return lambda: gluon_many.multiply(hidden, groups, routing, *layer[2:], None, **variant)
+        hidden = design.multiply(rows, groups, routing, *layer[:2], LIMIT)
+        return lambda: design.multiply(hidden, groups, routing, *layer[2:], None, **options)
 
     def whole() -> Tensor:
-        rows = gluon_many.quantise_rows(x)
-        hidden = gluon_many.multiply(rows, groups, routing, *layer[:2], LIMIT, **variant)
-        return gluon_many.multiply(hidden, groups, routing, *layer[2:], None, **variant)
+        rows = design.quantise_rows(x)
+        hidden = design.multiply(rows, groups, routing, *layer[:2], LIMIT, **options)
+        return design.multiply(hidden, groups, routing, *layer[2:], None, **options)
 
     return whole
 
@@ -123,7 +119,7 @@ def measure(cases: list[str], variants: list[str], row_counts: list[int]) -> Ite
             for case in cases:
                 if case == "quantise" and variant != variants[0]:
                     continue
-                calls = [call(case, VARIANTS[variant], layer, *own[:3]) for own in draws]
+                calls = [call(case, variant, layer, *own[:3]) for own in draws]
                 found = spread(time_us(calls, 4 if rows >= 1024 else 8, 11))
                 median = found["us"]
                 flops, padded, size = (
@@ -151,7 +147,7 @@ def card(result: dict) -> str:
         copy, product = result["copy_tb_s"], result["product_tflops"]
         return f"{result['gpu']}: copy {copy:.2f} TB/s, bf16 product {product:.0f} TF"
     return (
-        f"{result['case']:9s} {result['variant']:12s} {result['rows']:5d} rows {result['us']:9.1f} us"
+        f"{result['case']:9s} {result['variant']:15s} {result['rows']:5d} rows {result['us']:9.1f} us"
         f"  {result['tflops']:6.1f} TF ({result['padded_tflops']:6.1f} padded)"
         f" {result['tb_s']:5.2f} TB/s {result['percent_of_roof']:5.1f} % of the roof"
     )
@@ -164,7 +160,7 @@ def main() -> None:
     cases = ["quantise", "gate_up", "down", "whole"]
     parser.add_argument("--rows", type=int, nargs="+", default=[128, 512, 1024, 4096])
     parser.add_argument("--cases", nargs="+", choices=cases, default=cases)
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(FIRST))
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--output", type=Path, help="one JSON object a line")
     arguments = parser.parse_args()
     report(measure(arguments.cases, arguments.variants, arguments.rows), card, arguments.output)

@@ -28,23 +28,26 @@ from offline import compile_sm90
 from torch import Tensor
 
 from dsv41.ops import records
+from dsv41.ops.arithmetic import exact_matmul
 from dsv41.ops.moe import reference
 
 triton = pytest.importorskip(
     "triton", reason="the kernel is written in Triton's Gluon: needs the package triton"
 )
 kernel = pytest.importorskip("dsv41.ops.moe.gluon_many")
+registers = pytest.importorskip("dsv41.ops.moe.gluon_registers")
 packing = pytest.importorskip("dsv41.ops.moe.gluon_pack")
 
 LIMIT, TOP_K = 10.0, 6
 ROW_TOLERANCE, TOLERANCE = 2e-3, 4e-4
-VARIANTS = {  # of `multiply`, beside its defaults
-    "default": {},
-    "rows arrive": {"rows_arrive": True},
-    "wide": {"wide": True},
-    "wide, rows arrive": {"wide": True, "rows_arrive": True},
-    "three stages": {"ring": 3, "ahead": 0},
+VARIANTS = {  # a design and arguments of its `multiply`, beside the defaults
+    "default": (kernel, {}),
+    "three stages": (kernel, {"ring": 3}),
+    "late fence": (kernel, {"early_fence": False}),
+    "registers": (registers, {"split": False}),
+    "registers, split": (registers, {"split": True}),
 }
+KINDS = ("default", "late fence", "registers", "registers, split")  # which take every test of results
 
 
 def on_gpu(test):
@@ -173,6 +176,22 @@ def emulate_tile(
     return pairs.reshape(256, 64).float()
 
 
+def emulate_fragments(words: Tensor, scales: Tensor, tile: int, step: int, num_columns: int) -> Tensor:
+    """What the registers' design multiplies by in one step, [256, 64]: its addresses and renamings."""
+    band, lane = torch.arange(16)[:, None], torch.arange(128)[None, :]
+    at = (tile * 4 + (band >> 2)) * (8 * num_columns) + (band & 3) * 512 + lane
+    word = words[at + (step >> 2) * 2048 + (step & 3) * 128].view(16, 8, 4, 2, 2)
+    g = torch.arange(8)[None, :]
+    at = (tile * 4 + (band >> 2)) * (num_columns // 2) + (band & 3) * 32 + g * 4
+    scale = scales[at + (step >> 2) * 128 + (step & 3)].view(16, 8, 1, 1)
+    q = torch.arange(2).view(1, 1, 1, 2)
+    f0, f1 = (factor(scale >> (q * 8 + 8 * byte) & 0xFF).expand(16, 8, 4, 2) for byte in (0, 2))
+    pairs = run_asm(registers._decode_asm(), word[..., 0], word[..., 1], f0, f0, f1, f1)
+    # [band, g, t, q, pair] by h, half, parity; the compiler sees join(low, high): .., parity, half, h
+    value = torch.stack(pairs, -1).view(16, 8, 4, 2, 2, 2, 2, 2).permute(0, 1, 2, 3, 4, 7, 6, 5)
+    return value.permute(0, 6, 1, 3, 7, 5, 2, 4).reshape(256, 64).float()
+
+
 def row_order(gated: bool) -> tuple[int, ...]:
     order = kernel.row_order(gated)
     return tuple(getattr(order, "value", order))
@@ -195,6 +214,19 @@ def test_a_tile_holds_every_weight_once(gated: bool) -> None:
                 rows = release[(tile * 4 + tile64) * 64 :][:64, step * 64 : step * 64 + 64]
                 own = got[tile64 * 64 : tile64 * 64 + 64][place][:, k_place] * 2.0**kernel.SHIFT
                 assert torch.equal(own, rows), (tile, step, tile64)
+
+
+@pytest.mark.skipif(GPU, reason="plain torch on the CPU")
+def test_fragments_hold_every_weight_once() -> None:
+    packed, scale = weights_of(512, 512, 3)
+    release = records.dequantise_fp4_weight(packed, scale)
+    words, scales = packed_by_formula(packed, scale)
+    k_place = torch.tensor([32 * (k // 32) + registers.k_place(k % 32) for k in range(64)])
+    for tile in range(2):
+        for step in range(8):
+            got = emulate_fragments(words, scales, tile, step, 512)[:, k_place] * 2.0**kernel.SHIFT
+            expected = release[tile * 256 :][:256, step * 64 : step * 64 + 64]
+            assert torch.equal(got, expected), (tile, step)
 
 
 def interleaved(rows: Tensor) -> Tensor:
@@ -267,11 +299,10 @@ def test_columns_of_the_accumulator() -> None:
     assert torch.equal(acc.view(4, 2, 2, 2, 4, 2).permute(0, 1, 4, 2, 3, 5).flatten(), torch.arange(256))
 
 
-@pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize("gated", [False, True])
-def test_lanes_store_to_different_banks(gated: bool, warps: int) -> None:
+def test_lanes_store_to_different_banks(gated: bool) -> None:
     """Every store phase of eight lanes meets the eight 16-byte bank groups of the 128-byte swizzle."""
-    layout = kernel.words_layout(warps)
+    layout = kernel.words_layout(8)
     layout = getattr(layout, "value", layout)
     for own in [*layout.reg_bases[2:], [0, 0, 0, 0]]:
         for half in range(2):
@@ -304,15 +335,17 @@ def hostile_rows(rows: int, hidden: int, seed: int) -> Tensor:
     return x.flatten(1).bfloat16()
 
 
+@pytest.mark.parametrize("variant", ["default", "registers"])
 @pytest.mark.parametrize("rows", [0, 1, 7])
 @pytest.mark.skipif(not (INTERPRETED or GPU), reason="runs in the interpreter or on a GPU")
-def test_quantised_rows_equal_the_record(rows: int) -> None:
+def test_quantised_rows_equal_the_record(rows: int, variant: str) -> None:
+    design = VARIANTS[variant][0]
     hidden = 1280  # one program and a quarter
     wide = torch.full((max(rows, 1), hidden + 8), torch.nan, device=DEVICE, dtype=torch.bfloat16)
     x = wide[:rows, :hidden]
     x.copy_(hostile_rows(max(rows, 1), hidden, rows)[:rows])
-    got = kernel.quantise_rows(x)
-    place = torch.tensor([32 * (k // 32) + kernel.k_place(k % 32) for k in range(hidden)], device=DEVICE)
+    got = design.quantise_rows(x)
+    place = torch.tensor([32 * (k // 32) + design.k_place(k % 32) for k in range(hidden)], device=DEVICE)
     expected = records.round_trip(x, "fp8_32")
     same = (got[:, place].view(torch.int16) == expected.view(torch.int16)) | expected.isnan()
     assert same.all()
@@ -334,37 +367,55 @@ def test_refuses_other_dtypes() -> None:
 
 
 @cache
-def compiled(gated: bool, variant: str) -> tuple[str, str]:
-    """-> (SASS, resource usage), compiled for sm_90 without a GPU."""
+def compiled(gated: bool, design: object, columns: int = 0) -> tuple[str, str]:
+    """-> (SASS, resource usage), compiled for sm_90 without a GPU; `columns` of the registers' design."""
     k, n = (5120, 4608) if gated else (2304, 5120)
-    constants = kernel.specialisation(k, n, gated, TOP_K, **VARIANTS[variant])
     types = {"x": "*bf16", "w": "*u8", "scale": "*u8", "out": "*bf16", "weights": "*fp32", "limit": "fp32"}
-    return compile_sm90(kernel._experts, constants, types, other="*i32", num_warps=8)[:2]
+    options = {"num_warps": 8}
+    if columns:
+        constants = registers.specialisation(k, n, gated, TOP_K, columns, split=columns == 64)
+        options["maxnreg"] = registers.registers(columns)
+    else:
+        constants = kernel.specialisation(k, n, gated, TOP_K)
+    return compile_sm90(design._experts, constants, types, other="*i32", **options)[:2]
+
+
+def resources(usage: str) -> tuple[int, int]:
+    return tuple(int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize(
-    ("variant", "gated"),
-    [("default", True), ("default", False), ("rows arrive", True), ("wide, rows arrive", True)],
-)
-def test_compiled_object(variant: str, gated: bool) -> None:
-    sass, usage = compiled(gated, variant)
-    wide = "wide" in variant
-    # 4 steps of 16: 64 rows take one product of 128 columns, 128 rows two, or one of 256.
-    assert sass.count("HGMMA.64x128x16.F32.BF16") == (4 if wide else 12)
-    assert sass.count("HGMMA.64x256x16.F32.BF16") == (4 if wide else 0)
+@pytest.mark.parametrize("gated", [True, False])
+def test_compiled_object(gated: bool) -> None:
+    sass, usage = compiled(gated, kernel)
+    # 4 steps of 16: 64 rows take one product of 128 columns, 128 rows two.
+    assert sass.count("HGMMA.64x128x16.F32.BF16") == 12
     assert "HMMA" not in sass.replace("HGMMA", ""), "some product runs on the old tensor instructions"
     assert sass.count("WARPGROUP.DEPBAR") == 4, "products are serialised"
-    words = 32 if wide else 16  # a thread's, of the two steps of its loop
-    assert sass.count("STS.128") == words, "a decoded chunk is not one store"
-    assert sass.count("HMUL2.BF16") == 4 * words
-    assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", sass)) == words // 2
+    assert sass.count("STS.128") == 16, "a decoded chunk is not one store"
+    assert sass.count("HMUL2.BF16") == 4 * 16  # a thread's words of the two steps of its loop
+    assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", sass)) == 8
     assert "STG.E.U16" not in sass, "outputs leave two bytes at a time"
-    registers, stack = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))
-    assert registers == (168 if wide else 128)  # what 12 or 16 warps share; setmaxnreg moves the rest
+    taken, stack = resources(usage)
+    assert taken == 128  # what 16 warps share; setmaxnreg moves the rest
     assert stack <= 32, f"{stack} bytes of stack: sums or words are spilled"
     assert not loop_spills(sass, "HGMMA"), "the consumers' loop spills"
     assert len(loop_spills(sass, "LDGSTS")) <= 2, "the producers' loop spills"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("gated", [True, False])
+def test_compiled_object_of_the_registers(gated: bool, columns: int) -> None:
+    sass, usage = compiled(gated, registers, columns)
+    wide = columns == 128
+    assert sass.count(f"HGMMA.64x{columns}x16.F32.BF16") == (16 if wide else 8)
+    assert sass.count("WARPGROUP.DEPBAR") == (3 if wide else 1), "products are serialised"
+    assert sass.count("STG") == sass.count("STG.E.128"), "an output is not stored 16 bytes at a time"
+    taken, stack = resources(usage)
+    assert taken <= registers.registers(columns)
+    assert stack == 0
+    assert not re.search(r"\b(STL|LDL)\b", sass)
 
 
 def loop_spills(sass: str, instruction: str) -> list[str]:
@@ -464,30 +515,29 @@ def expected_pairs(x: Tensor, ids: Tensor, weights: Tensor, own: Layer) -> Tenso
     for expert in range(own.experts):
         rows, choice = (ids == expert).nonzero(as_tuple=True)
         if len(rows):
-            out[rows * ids.shape[1] + choice] = reference._expert(
-                x[rows],
-                records.dequantise_fp4_weight(gate_up[expert], gate_up_scale[expert]),
-                records.dequantise_fp4_weight(down[expert], down_scale[expert]),
-                weights[rows, choice],
-                LIMIT,
-                True,
-            )
+            weight = records.dequantise_fp4_weight(gate_up[expert], gate_up_scale[expert])
+            both = exact_matmul(records.round_trip(x[rows], "fp8_32"), weight).to(x.dtype)
+            hidden = records.round_trip(reference._gated(both, weights[rows, choice], LIMIT), "fp8_32")
+            weight = records.dequantise_fp4_weight(down[expert], down_scale[expert])
+            out[rows * ids.shape[1] + choice] = exact_matmul(hidden, weight).to(x.dtype)
     return out
 
 
-def run(x: Tensor, ids: Tensor, weights: Tensor, own: Layer, **variant: int) -> Tensor:
+def run(x: Tensor, ids: Tensor, weights: Tensor, own: Layer, variant: str = "") -> Tensor:
+    """A variant's two products, or `run_many`."""
     poison = torch.full((1 << 26,), torch.nan, device="cuda", dtype=torch.bfloat16)
     del poison  # the workspaces below are likely made of it
     groups = groups_of(ids, own.experts)
     if not variant:
         return kernel.run_many(x, groups, weights, *own.packed, LIMIT)
-    hidden = kernel.multiply(kernel.quantise_rows(x), groups, weights, *own.packed[:2], LIMIT, **variant)
-    return kernel.multiply(hidden, groups, weights, *own.packed[2:], None, **variant)
+    design, options = VARIANTS[variant]
+    hidden = design.multiply(design.quantise_rows(x), groups, weights, *own.packed[:2], LIMIT, **options)
+    return design.multiply(hidden, groups, weights, *own.packed[2:], None, **options)
 
 
-def check(x: Tensor, ids: Tensor, weights: Tensor, own: Layer, **variant: int) -> Tensor:
+def check(x: Tensor, ids: Tensor, weights: Tensor, own: Layer, variant: str = "") -> Tensor:
     """Kernel first; every live pair's row within tolerance, and all of them together."""
-    got = run(x, ids, weights, own, **variant)
+    got = run(x, ids, weights, own, variant)
     expected = expected_pairs(x, ids, weights, own)
     live = (ids >= 0).flatten()
     assert got.shape == expected.shape
@@ -503,89 +553,96 @@ def check(x: Tensor, ids: Tensor, weights: Tensor, own: Layer, **variant: int) -
 
 
 @on_gpu
+@pytest.mark.parametrize("variant", KINDS)
 @pytest.mark.parametrize("gated", [True, False], ids=["gate_up", "down"])
-def test_one_product_of_unit_rows(gated: bool) -> None:
+def test_one_product_of_unit_rows(gated: bool, variant: str) -> None:
     """A row that is 1 in one column reads that column of the weight: each index map on its own. The first
     test to look at when others fail."""
-    own = layer("small")
+    own, (design, options) = layer("small"), VARIANTS[variant]
     rows = own.hidden if gated else own.width
     eye = torch.eye(rows, device="cuda").bfloat16()
-    place = torch.tensor([32 * (k // 32) + kernel.k_place(k % 32) for k in range(rows)], device="cuda")
+    place = torch.tensor([32 * (k // 32) + design.k_place(k % 32) for k in range(rows)], device="cuda")
     ids = torch.full((rows, 1), 3, dtype=torch.int32, device="cuda")
     weights = torch.ones((rows, 1), device="cuda")
     groups = groups_of(ids, own.experts)
     x = torch.empty_like(eye)
     x[:, place] = eye
     if gated:
-        got = kernel.multiply(x, groups, weights, *own.packed[:2], LIMIT)
+        got = design.multiply(x, groups, weights, *own.packed[:2], LIMIT, **options)
         weight = records.dequantise_fp4_weight(own.release[0][3], own.release[1][3]).T.bfloat16()
         expected = records.round_trip(reference._gated(weight, weights[:, 0], LIMIT), "fp8_32")
         place = torch.tensor(
-            [32 * (k // 32) + kernel.k_place(k % 32) for k in range(own.width)], device="cuda"
+            [32 * (k // 32) + design.k_place(k % 32) for k in range(own.width)], device="cuda"
         )
         torch.testing.assert_close(got[:, place], expected, rtol=0.13, atol=1e-6)  # one e4m3 step
         assert (got[:, place] == expected).float().mean() > 0.99
     else:
-        got = kernel.multiply(x, groups, weights, *own.packed[2:], None)
+        got = design.multiply(x, groups, weights, *own.packed[2:], None, **options)
         weight = records.dequantise_fp4_weight(own.release[2][3], own.release[3][3]).T.bfloat16()
         assert torch.equal(got, weight)
 
 
 @on_gpu
+@pytest.mark.parametrize("variant", KINDS)
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 8, 17, 64, 127, 128, 129, 1000])
-def test_rows(rows: int) -> None:
+def test_rows(rows: int, variant: str) -> None:
     own = layer("small")
     for seed in range(3 if rows <= 8 else 1):
-        check(values(rows, own.hidden, seed), *routing(rows, own.experts, TOP_K, seed), own)
+        check(values(rows, own.hidden, seed), *routing(rows, own.experts, TOP_K, seed), own, variant)
 
 
 @on_gpu
+@pytest.mark.parametrize("variant", KINDS)
 @pytest.mark.parametrize(("name", "top_k"), [("odd", 3), ("release", 3)])
 @pytest.mark.parametrize("rows", [3, 200])
-def test_sizes(name: str, top_k: int, rows: int) -> None:
+def test_sizes(name: str, top_k: int, rows: int, variant: str) -> None:
     own = layer(name)
-    check(values(rows, own.hidden, 2), *routing(rows, own.experts, top_k, 2), own)
+    check(values(rows, own.hidden, 2), *routing(rows, own.experts, top_k, 2), own, variant)
 
 
 @on_gpu
-def test_many_rows_at_the_release_size() -> None:
+@pytest.mark.parametrize("variant", KINDS)
+def test_many_rows_at_the_release_size(variant: str) -> None:
     own = layer("release")
-    check(values(4096, own.hidden, 7), *routing(4096, own.experts, 3, 7), own)
+    check(values(4096, own.hidden, 7), *routing(4096, own.experts, 3, 7), own, variant)
 
 
 @on_gpu
 @pytest.mark.parametrize("variant", list(VARIANTS)[1:])
 def test_variants_agree_bit_for_bit(variant: str) -> None:
+    """With the first of the same design: another design adds the products of 16 columns in another order."""
     own = layer("odd")
     x, (ids, weights) = values(700, own.hidden, 4), routing(700, own.experts, 3, 4)
     live = (ids >= 0).flatten()
-    got = check(x, ids, weights, own, **VARIANTS[variant])
-    assert torch.equal(got[live], run(x, ids, weights, own)[live])
+    first = next(name for name in VARIANTS if VARIANTS[name][0] is VARIANTS[variant][0])
+    assert torch.equal(check(x, ids, weights, own, variant)[live], run(x, ids, weights, own, first)[live])
 
 
 @on_gpu
-def test_a_row_alone_and_in_company() -> None:
+@pytest.mark.parametrize("variant", KINDS)
+def test_a_row_alone_and_in_company(variant: str) -> None:
     """Bit equality over batch sizes, places in a slot, and slots of at most 64 and of more rows."""
     own = layer("small")
     x, (ids, weights) = values(300, own.hidden, 5), routing(300, own.experts, TOP_K, 5, padding=False)
-    together = check(x, ids, weights, own).view(300, TOP_K, -1)
+    together = check(x, ids, weights, own, variant).view(300, TOP_K, -1)
     for rows in (slice(0, 128), slice(57, 58), slice(299, 300), slice(100, 103), slice(20, 85)):
         assert torch.equal(
-            run(x[rows], ids[rows], weights[rows], own).view(-1, TOP_K, own.hidden), together[rows]
+            run(x[rows], ids[rows], weights[rows], own, variant).view(-1, TOP_K, own.hidden), together[rows]
         )
     shuffled = torch.randperm(300, device="cuda")
-    again = run(x[shuffled], ids[shuffled], weights[shuffled], own).view(300, TOP_K, -1)
+    again = run(x[shuffled], ids[shuffled], weights[shuffled], own, variant).view(300, TOP_K, -1)
     assert torch.equal(again, together[shuffled])
 
 
 @on_gpu
-def test_a_bad_row_stays_in_its_row() -> None:
+@pytest.mark.parametrize("variant", KINDS)
+def test_a_bad_row_stays_in_its_row(variant: str) -> None:
     own = layer("small")
     x, (ids, weights) = values(150, own.hidden, 6), routing(150, own.experts, TOP_K, 6, padding=False)
-    clean = run(x, ids, weights, own).view(150, TOP_K, -1)
+    clean = run(x, ids, weights, own, variant).view(150, TOP_K, -1)
     bad = x.clone()
     bad[17, 40], bad[90, 3] = torch.nan, torch.inf
-    got = run(bad, ids, weights, own).view(150, TOP_K, -1)
+    got = run(bad, ids, weights, own, variant).view(150, TOP_K, -1)
     others = torch.ones(150, dtype=torch.bool, device="cuda")
     others[[17, 90]] = False
     assert torch.equal(got[others], clean[others])
@@ -604,12 +661,13 @@ def test_views() -> None:
 
 
 @on_gpu
+@pytest.mark.parametrize("variant", KINDS)
 @pytest.mark.parametrize("rows", [3, 500])
-def test_same_bits_every_time(rows: int) -> None:
+def test_same_bits_every_time(rows: int, variant: str) -> None:
     own = layer("small")
     x, (ids, weights) = values(rows, own.hidden, 9), routing(rows, own.experts, TOP_K, 9, padding=False)
-    first = run(x, ids, weights, own)
-    assert all(torch.equal(run(x, ids, weights, own), first) for _ in range(20))
+    first = run(x, ids, weights, own, variant)
+    assert all(torch.equal(run(x, ids, weights, own, variant), first) for _ in range(20))
 
 
 @on_gpu

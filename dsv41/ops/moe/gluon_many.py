@@ -22,9 +22,10 @@ Decoding. A code's magnitude, moved into bf16's low exponent and high mantissa b
 epilogue gives 2^16 back. So e8m0 bytes 11..144 are exact in bf16. Smaller ones lose bits below 2^-133, larger
 ones make infinities and NaN, never a wrong number.
 
-By count, cycles of one step (64 of K): 128 rows: products 1024, shared memory 1152 (1024 if `wide`), decoding
-570 of the integer pipe and 600 of issue. 64 rows: 512, 704, 570, 600. Not measured yet. The rows as a
-register operand would also read less, but ptxas 12.8 then waits after every single product.
+By count, cycles of one step (64 of K): 128 rows: products 1024, shared memory 1152, decoding 570 of the
+integer pipe and 600 of issue. 64 rows: 512, 704, 570, 600. Measured: about 1750 and 1400, the second the same
+for any number of rows: the producers are late. Their fence is a MEMBAR, which by its definition also waits
+for the words that they have asked for ahead.
 
 T token rows, k choices, E experts, D hidden size, I expert width.
 """
@@ -54,7 +55,7 @@ CHUNK = 128  # rows of a slot: the M operand of both warpgroups
 TILE_ROWS = 256  # weight rows of an item
 ROWS, HALF_ROWS, TILE = gl.constexpr(CHUNK), gl.constexpr(CHUNK // 2), gl.constexpr(TILE_ROWS)
 STAGES = 4
-AHEAD = 8  # steps of 64 by which packed words are asked into L2 before they are read; 0 leaves it
+AHEAD = 8  # steps of 64 by which packed words are asked into L2 before they are read
 
 SHIFT = 16  # the tile holds weights times 2^-SHIFT
 TOP_SCALE = 254 + SHIFT - 126  # the largest e8m0 byte whose factor is a finite bf16
@@ -112,7 +113,7 @@ _PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 
 @triton.jit
-def _quantise_rows(x, out, stride, D: tl.constexpr, GROUPS: tl.constexpr):
+def _quantise_rows(x, out, stride, D: tl.constexpr, GROUPS: tl.constexpr, FRAGMENTS: tl.constexpr):
     """bf16 [T, D] -> its fp8_32 round trip in the K order of the products; GROUPS groups of 32 a program."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -132,7 +133,11 @@ def _quantise_rows(x, out, stride, D: tl.constexpr, GROUPS: tl.constexpr):
     value = (magnitude.to(tl.float32, bitcast=True) + step) - step
     value = ((value.to(tl.int32, bitcast=True)) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
     value = (value * scale[:, None]).to(tl.bfloat16)
-    value = tl.permute(tl.reshape(value, (GROUPS, 2, 4, 2, 2)), (0, 2, 1, 4, 3))
+    value = tl.reshape(value, (GROUPS, 2, 4, 2, 2))  # h, t, i // 2, i % 2
+    if FRAGMENTS:
+        value = tl.permute(value, (0, 1, 4, 2, 3))
+    else:
+        value = tl.permute(value, (0, 2, 1, 4, 3))
     tl.store(out + row * D + at, tl.reshape(value, (GROUPS, 32)), mask=at < D)
 
 
@@ -263,94 +268,101 @@ def _put(w, s, buffer, GATED: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def _hand_over(barrier, pred):
-    """Every writer fences before one thread arrives for all."""
-    fence_async_shared()
+def _hand_over(barrier, pred, EARLY: gl.constexpr):
+    """One thread arrives for all writers. Their fence also waits for the words that they have asked for, so
+    the readers may have it instead: any fence on the way from a store to the products will do."""
+    if EARLY:
+        fence_async_shared()
     gl.thread_barrier()
     mbarrier.arrive(barrier, count=1, pred=pred)
 
 
 @gluon.jit
-def _fill(rows, live, w, s, step, fills, smem, GATED: gl.constexpr, RING: gl.constexpr,
-          ROWS_ARRIVE: gl.constexpr, L: gl.constexpr):  # fmt: skip
-    """One stage: its rows on their way, its weights decoded."""
-    x_s, w_s, full, empty = smem
-    stage = fills % RING
-    mbarrier.wait(empty.index(stage), ((fills // RING) & 1) ^ 1)
-    async_copy.async_copy_global_to_shared(x_s.index(stage), rows + step * 64, mask=live)
-    if ROWS_ARRIVE:
-        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-        _put(w, s, w_s.index(stage), GATED, L)
-        _hand_over(full.index(stage), step >= 0)
-    else:
-        # A step is handed over one step later, when its rows have come.
-        async_copy.commit_group()
-        _put(w, s, w_s.index(stage), GATED, L)
-        async_copy.wait_group(1)
-        _hand_over(full.index((fills + RING - 1) % RING), step > 0)
-
-
-@gluon.jit
-def _produce(x, w, scale, order, num_slots, slots, smem, K: gl.constexpr, N: gl.constexpr,
-             GATED: gl.constexpr, TOP_K: gl.constexpr, RING: gl.constexpr, PREFETCH: gl.constexpr,
-             WARPS: gl.constexpr, ROWS_ARRIVE: gl.constexpr):  # fmt: skip
-    full = smem[2]
-    STEPS: gl.constexpr = K // 64  # a multiple of 4
-    TILES: gl.constexpr = N // TILE
+def _sources(source, item, K: gl.constexpr, N: gl.constexpr, GATED: gl.constexpr, TOP_K: gl.constexpr,
+             WARPS: gl.constexpr):  # fmt: skip
+    """Where an item's words, scales and rows stand -> ((words, scales, at, scale_at), (rows, live))."""
+    x, w, scale, order, slots = source
     L: gl.constexpr = words_layout(WARPS)
     LS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, L))
     LX: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     band, g, t, c = _axis(16, 0, L), _axis(8, 1, L), _axis(4, 2, L), _axis(4, 3, L)
     band_2 = gl.arange(0, 16, layout=gl.SliceLayout(1, LS))
     g_2 = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, LS)), 0)
+    tile, expert, start, count = _item(item, slots, N // TILE)
+    words = w.to(gl.pointer_type(gl.int32)) + expert.to(gl.int64) * (N * K // 8)
+    scales = scale.to(gl.pointer_type(gl.int32)) + expert.to(gl.int64) * (N * K // 128)
+    at = (tile * 4 + (band >> 2)) * (8 * K) + (band & 3) * 512 + (g * 16 + t * 4 + c)
+    scale_at = (tile * 4 + (band_2 >> 2)) * (K // 2) + (band_2 & 3) * 32
+    scale_at = gl.expand_dims(scale_at, 1) + g_2 * 4
     m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LX))
+    live = m < count
+    if GATED:
+        row = gl.load(order + start + m, mask=live, other=0) // TOP_K
+    else:
+        row = start + m
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LX))
+    rows = x + gl.expand_dims(row.to(gl.int64) * K, 1) + gl.expand_dims(column, 0)
+    live, _ = gl.broadcast(gl.expand_dims(live, 1), rows)
+    return (words, scales, at, scale_at), (rows, live)
+
+
+@gluon.jit
+def _fill(rows, w, s, step, fills, smem, GATED: gl.constexpr, RING: gl.constexpr, EARLY: gl.constexpr,
+          L: gl.constexpr):  # fmt: skip
+    """One stage: its rows on their way, its weights decoded. A step is handed over one step later, when its
+    rows have come."""
+    x_s, w_s, full, empty = smem
+    stage = fills % RING
+    mbarrier.wait(empty.index(stage), ((fills // RING) & 1) ^ 1)
+    async_copy.async_copy_global_to_shared(x_s.index(stage), rows[0] + step * 64, mask=rows[1])
+    async_copy.commit_group()
+    _put(w, s, w_s.index(stage), GATED, L)
+    async_copy.wait_group(1)
+    _hand_over(full.index((fills + RING - 1) % RING), step > 0, EARLY)
+
+
+@gluon.jit
+def _produce(source, num_slots, smem, K: gl.constexpr, N: gl.constexpr, GATED: gl.constexpr,
+             TOP_K: gl.constexpr, RING: gl.constexpr, PREFETCH: gl.constexpr,
+             EARLY: gl.constexpr):  # fmt: skip
+    full = smem[2]
+    STEPS: gl.constexpr = K // 64  # a multiple of 4
+    L: gl.constexpr = words_layout(8)
     fills = 0
-    for item in range(gl.program_id(0), gl.load(num_slots) * TILES, gl.num_programs(0)):
-        tile, expert, start, count = _item(item, slots, TILES)
-        words = w.to(gl.pointer_type(gl.int32)) + expert.to(gl.int64) * (N * K // 8)
-        scales = scale.to(gl.pointer_type(gl.int32)) + expert.to(gl.int64) * (N * K // 128)
-        # Where a word and a scale word of the first chunk stand.
-        at = (tile * 4 + (band >> 2)) * (8 * K) + (band & 3) * 512 + (g * 16 + t * 4 + c)
-        scale_at = (tile * 4 + (band_2 >> 2)) * (K // 2) + (band_2 & 3) * 32
-        scale_at = gl.expand_dims(scale_at, 1) + g_2 * 4
-        live = m < count
-        if GATED:
-            row = gl.load(order + start + m, mask=live, other=0) // TOP_K
-        else:
-            row = start + m
-        rows = x + gl.expand_dims(row.to(gl.int64) * K, 1) + gl.expand_dims(column, 0)
-        live, _ = gl.broadcast(gl.expand_dims(live, 1), rows)
+    for item in range(gl.program_id(0), gl.load(num_slots) * (N // TILE), gl.num_programs(0)):
+        weight, rows = _sources(source, item, K, N, GATED, TOP_K, 8)
+        words, scales, at, scale_at = weight
         w0, s0 = _load(words, scales, at, scale_at, 0)
         w1, s1 = _load(words, scales, at, scale_at, 1)
         for step in range(2, PREFETCH):
             _prefetch(words, at, gl.minimum(step, STEPS - 1))
         for step in range(0, STEPS, 2):
-            if PREFETCH > 0:
-                _prefetch(words, at, gl.minimum(step + PREFETCH, STEPS - 2))
-                _prefetch(words, at, gl.minimum(step + PREFETCH, STEPS - 2) + 1)
+            _prefetch(words, at, gl.minimum(step + PREFETCH, STEPS - 2))
+            _prefetch(words, at, gl.minimum(step + PREFETCH, STEPS - 2) + 1)
             # Words are read again as soon as they are decoded: one step early, and from L2.
-            _fill(rows, live, w0, s0, step, fills, smem, GATED, RING, ROWS_ARRIVE, L)
+            _fill(rows, w0, s0, step, fills, smem, GATED, RING, EARLY, L)
             w0, s0 = _load(words, scales, at, scale_at, gl.minimum(step + 2, STEPS - 2))
-            _fill(rows, live, w1, s1, step + 1, fills + 1, smem, GATED, RING, ROWS_ARRIVE, L)
+            _fill(rows, w1, s1, step + 1, fills + 1, smem, GATED, RING, EARLY, L)
             w1, s1 = _load(words, scales, at, scale_at, gl.minimum(step + 2, STEPS - 2) + 1)
             fills += 2
-        if not ROWS_ARRIVE:
-            async_copy.wait_group(0)
-            _hand_over(full.index((fills + RING - 1) % RING), STEPS > 0)
+        async_copy.wait_group(0)
+        _hand_over(full.index((fills + RING - 1) % RING), STEPS > 0, EARLY)
 
 
 # --- Consumer -------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _multiply(uses, smem, M: gl.constexpr, STEPS: gl.constexpr, RING: gl.constexpr, L: gl.constexpr):
+def _multiply(uses, smem, M: gl.constexpr, STEPS: gl.constexpr, RING: gl.constexpr, EARLY: gl.constexpr,
+              L: gl.constexpr):  # fmt: skip
     """-> sums [M, 256] of one item; waits for stages, and frees each when the next one's products run."""
     x_s, w_s, full, empty = smem
     acc = gl.zeros([M, TILE], gl.float32, L)
     for step in range(STEPS):
         stage = uses % RING
         mbarrier.wait(full.index(stage), (uses // RING) & 1)
+        if not EARLY:
+            fence_async_shared()
         rows = x_s.index(stage).slice(0, M, 0)
         product = warpgroup_mma(rows, w_s.index(stage).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[product])
@@ -437,9 +449,10 @@ def _store(value, out, row, count, first, M: gl.constexpr, WIDTH: gl.constexpr, 
 
 @gluon.jit
 def _item_of(uses, smem, out, order, weights, limit, work, M: gl.constexpr, K: gl.constexpr,
-             N: gl.constexpr, GATED: gl.constexpr, RING: gl.constexpr, L: gl.constexpr):  # fmt: skip
+             N: gl.constexpr, GATED: gl.constexpr, RING: gl.constexpr, EARLY: gl.constexpr,
+             L: gl.constexpr):  # fmt: skip
     tile, start, count = work
-    acc = _multiply(uses, smem, M, K // 64, RING, L)
+    acc = _multiply(uses, smem, M, K // 64, RING, EARLY, L)
     if GATED:
         _finish_gated(acc, out, order, weights, limit, tile, start, count, M, N // 2)
     else:
@@ -448,18 +461,19 @@ def _item_of(uses, smem, out, order, weights, limit, work, M: gl.constexpr, K: g
 
 @gluon.jit
 def _consume(out, order, weights, limit, num_slots, slots, smem, K: gl.constexpr, N: gl.constexpr,
-             GATED: gl.constexpr, RING: gl.constexpr, INSTR_N: gl.constexpr):  # fmt: skip
+             GATED: gl.constexpr, RING: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
     TILES: gl.constexpr = N // TILE
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, INSTR_N, 16])
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, TILE // 2, 16])
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, TILE // 2, 16])
     uses = 0
     for item in range(gl.program_id(0), gl.load(num_slots) * TILES, gl.num_programs(0)):
         tile, _, start, count = _item(item, slots, TILES)
         work = (tile, start, count)
         if count > HALF_ROWS:
-            _item_of(uses, smem, out, order, weights, limit, work, ROWS, K, N, GATED, RING, WIDE)
+            _item_of(uses, smem, out, order, weights, limit, work, ROWS, K, N, GATED, RING, EARLY, WIDE)
         else:
-            _item_of(uses, smem, out, order, weights, limit, work, HALF_ROWS, K, N, GATED, RING, NARROW)
+            _item_of(uses, smem, out, order, weights, limit, work, HALF_ROWS, K, N, GATED, RING, EARLY,
+                     NARROW)  # fmt: skip
         uses += K // 64
 
 
@@ -473,25 +487,24 @@ _PLAIN = ("order", "weights", "num_slots", "slot_expert", "slot_start", "slot_co
 @gluon.jit(do_not_specialize_on_alignment=_PLAIN)
 def _experts(x, w, scale, out, order, weights, num_slots, slot_expert, slot_start, slot_count, limit,
              K: gl.constexpr, N: gl.constexpr, GATED: gl.constexpr, TOP_K: gl.constexpr,
-             RING: gl.constexpr, PREFETCH: gl.constexpr, INSTR_N: gl.constexpr,
-             WARPS: gl.constexpr, REGISTERS: gl.constexpr, ROWS_ARRIVE: gl.constexpr):  # fmt: skip
+             RING: gl.constexpr, PREFETCH: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     x_s = gl.allocate_shared_memory(gl.bfloat16, [RING, ROWS, 64], SWIZZLED)
     w_s = gl.allocate_shared_memory(gl.bfloat16, [RING, TILE, 64], SWIZZLED)
     full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(RING):
-        mbarrier.init(full.index(i), count=1 + ROWS_ARRIVE * WARPS * 32)
+        mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
     slots = (slot_expert, slot_start, slot_count)
     smem = (x_s, w_s, full, empty)
+    source = (x, w, scale, order, slots)
     gl.warp_specialize([
-        (_consume, (out, order, weights, limit, num_slots, slots, smem, K, N, GATED, RING, INSTR_N)),
-        (_produce, (x, w, scale, order, num_slots, slots, smem, K, N, GATED, TOP_K, RING, PREFETCH,
-                    WARPS, ROWS_ARRIVE)),
-    ], [WARPS], [REGISTERS])  # fmt: skip
+        (_consume, (out, order, weights, limit, num_slots, slots, smem, K, N, GATED, RING, EARLY)),
+        (_produce, (source, num_slots, smem, K, N, GATED, TOP_K, RING, PREFETCH, EARLY)),
+    ], [8], [80])  # fmt: skip
 
 
 # --- Host -----------------------------------------------------------------------------------------
@@ -504,14 +517,11 @@ def specialisation(
     top_k: int,
     ring: int = STAGES,
     ahead: int = AHEAD,
-    wide: bool = False,
-    rows_arrive: bool = False,
+    early_fence: bool = True,
 ) -> dict[str, object]:
     """Compile-time arguments of `_experts`: [n, k] weights of an expert, `top_k` choices a row.
 
-    `wide` takes products of 256 weight rows, which read less shared memory. ptxas has registers for them only
-    if 12 warps share an SM's, so four producers are left. `rows_arrive` lets the copies of the rows arrive at
-    a stage's barrier by themselves, which saves the producers a wait and hands a stage over one step earlier.
+    Without `early_fence`, the consumers fence what the producers have stored.
     """
     return {
         "K": k,
@@ -520,10 +530,7 @@ def specialisation(
         "TOP_K": top_k if gated else 1,
         "RING": ring,
         "PREFETCH": ahead,
-        "INSTR_N": TILE_ROWS if wide else TILE_ROWS // 2,
-        "WARPS": 4 if wide else 8,
-        "REGISTERS": 136 if wide else 80,
-        "ROWS_ARRIVE": rows_arrive,
+        "EARLY": early_fence,
     }
 
 
@@ -534,13 +541,14 @@ def check_shapes(hidden: int, width: int) -> None:
             raise ValueError(f"the Hopper expert kernels need a {name} that 256 divides, not {size}.")
 
 
-def quantise_rows(x: Tensor) -> Tensor:
-    """bf16 [T, D], columns contiguous -> its fp8_32 round trip, bf16 [T, D] in the order of `k_place`."""
+def quantise_rows(x: Tensor, fragments: bool = False) -> Tensor:
+    """bf16 [T, D], columns contiguous -> its fp8_32 round trip, bf16 [T, D] in the order of `k_place`, or
+    with `fragments` in that of gluon_registers.py."""
     rows, hidden = x.shape
     out = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
     if rows:
         _quantise_rows[(rows, triton.cdiv(hidden, 1024))](
-            x, out, x.stride(0), D=hidden, GROUPS=32, num_warps=4
+            x, out, x.stride(0), D=hidden, GROUPS=32, FRAGMENTS=fragments, num_warps=4
         )
     return out
 
