@@ -39,7 +39,9 @@ registers = pytest.importorskip("dsv41.ops.moe.gluon_registers")
 packing = pytest.importorskip("dsv41.ops.moe.gluon_pack")
 
 LIMIT, TOP_K = 10.0, 6
-ROW_TOLERANCE, TOLERANCE = 2e-3, 4e-4
+# Of a pair's norm: another order of fp32 sums may choose another e4m3 code of a hidden value, an eighth off.
+# That moves one pair in thousands (8e-3 at most on one H200, the same pair in every design), not all of them.
+ROW_TOLERANCE, TOLERANCE = 2e-2, 4e-4
 VARIANTS = {  # a design and arguments of its `multiply`, beside the defaults
     "default": (kernel, {}),
     "three stages": (kernel, {"ring": 3}),

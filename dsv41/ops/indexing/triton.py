@@ -49,8 +49,6 @@ class Variant(NamedTuple):
 
 VARIANTS = MappingProxyType({
     "bf16": Variant(0, GROUP_ROWS, None, 128, 4),
-    "bf16_5": Variant(0, GROUP_ROWS, None, 96, 5),
-    "bf16_6": Variant(0, GROUP_ROWS, None, 80, 6),
     "e4m3_exact": Variant(4, 4, None, 96, 5),
 })  # fmt: skip
 

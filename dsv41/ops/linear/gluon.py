@@ -95,10 +95,12 @@ def slowest_sm(ctas: int, chunks: float) -> float:
 
 
 def split_count(tiles: int, steps: int, most_steps: int) -> int:
-    """Into how many parts K's `steps` are cut so that no SM has much more to do than another; of equal ones
-    the most, since a CTA prepares its part of x before its first product. Depends on the shape alone."""
+    """Into how many parts K's `steps` are cut so that no SM has much more to do than another, in no more CTAs
+    than have room at once; of equal ones the most, since a CTA prepares its part of x before its first
+    product. Depends on the shape alone."""
     least = min(steps, max(triton.cdiv(LEAST_CTAS, tiles), triton.cdiv(steps, most_steps)))
-    sizes = sorted({triton.cdiv(steps, splits) for splits in range(least, steps + 1)})
+    most = min(steps, max(least, MOST_CTAS * SMS // tiles))
+    sizes = sorted({triton.cdiv(steps, splits) for splits in range(least, most + 1)})
     best = min(sizes, key=lambda size: slowest_sm(tiles * triton.cdiv(steps, size), size))
     return triton.cdiv(steps, best)
 
