@@ -18,7 +18,7 @@ import gc
 import importlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -72,7 +72,7 @@ def measure(model: Model, variant: str, rows: int, context: int, mode: str) -> d
     return {"replay_us": replay, "step_us": step * 1e6}
 
 
-def time_us_of(replay: object, samples: int = 11) -> list[float]:
+def time_us_of(replay: Callable[[], None], samples: int = 11) -> list[float]:
     """Microseconds of one replay, launched behind another."""
     times = []
     for _ in range(samples):

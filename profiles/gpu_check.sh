@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # All tests that need a GPU, in one call, on a machine with one SM90 GPU. Most of the time is compilation, so the
-# test files run side by side (JOBS of them, LIMIT seconds each). Prints pytest's closing line of each; the logs of red files whole.
+# test files run side by side (JOBS of them, LIMIT seconds each). Prints pytest's closing line of each; the logs
+# of red files whole.
 # Arguments: test files, or none for all of them.
 set -euo pipefail
 cd "$(dirname "$0")/.."

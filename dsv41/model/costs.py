@@ -168,20 +168,19 @@ def _replay_cost(
     spans: Sequence[Span],
     tails: Sequence[Span],
 ) -> StepCost:
-    """Layers share a part's weights equally; those of UP_FRONT lie in front of the cut."""
+    """Layers share a part's weights equally; those of UP_FRONT lie in front of the cut. What reads caches is
+    counted layer by layer."""
     cut = kv_sources(tuple(plan))[-1].layer
     front = step_cost(config, plan[:cut], layout, weights, spans).parts
     behind = step_cost(config, plan[cut:], layout, weights, [span for span in tails if span.rows]).parts
-    parts = {}
-    for part, cost in front.items():
-        share = 1.0 if part in UP_FRONT else cut / len(plan)
-        num_bytes, flops = cost.num_bytes * share, cost.flops * share
-        if part in (SCORING, ATTENTION):
-            num_bytes, flops = cost
-            share = 0.0
-        num_bytes += behind[part].num_bytes * (1 - share)
-        parts[part] = Cost(num_bytes, flops + behind[part].flops * (1 - share))
-    return StepCost(parts)
+    shares = dict.fromkeys(front, (cut / len(plan), 1 - cut / len(plan)))
+    shares |= dict.fromkeys(UP_FRONT, (1.0, 0.0)) | dict.fromkeys((SCORING, ATTENTION), (1.0, 1.0))
+
+    def added(part: str) -> Cost:
+        before, after = shares[part]
+        return Cost(*(before * a + after * b for a, b in zip(front[part], behind[part], strict=True)))
+
+    return StepCost({part: added(part) for part in front})
 
 
 def _record_bytes(groups: Sequence[CacheGroup]) -> dict[int, float]:

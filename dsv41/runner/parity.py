@@ -52,20 +52,24 @@ def row_error(logits: Tensor, reference: Tensor) -> Tensor:
 
 def reference_run(model: Model) -> Run:
     """The eager decoder on the reference implementations, over the model's own weights and record formats."""
-    backends = replace(model.backends, **dict.fromkeys(FAMILIES, "reference"))
+    backends = _reference(model)
     return model.decoder if backends == model.backends else twin(model, backends)
+
+
+def _reference(model: Model) -> Backends:
+    return replace(model.backends, **dict.fromkeys(FAMILIES, "reference"))
 
 
 def twin(model: Model, backends: Backends) -> Decoder:
     """Another decoder over the same weights. Their byte order must be one that its backends read."""
     with torch.device("meta"):
-        twin = Decoder(
+        decoder = Decoder(
             model.config, model.plan, model.layout, backends, features=model.decoder.return_features
         )
-    twin.load_state_dict(model.decoder.state_dict(), assign=True)
+    decoder.load_state_dict(model.decoder.state_dict(), assign=True)
     for name in ("plain_frequencies", "yarn_frequencies"):
-        setattr(twin, name, getattr(model.decoder, name))
-    return twin.eval()
+        setattr(decoder, name, getattr(model.decoder, name))
+    return decoder.eval()
 
 
 def _nudged(embedding: Tensor, seed: int = 0) -> Tensor:
@@ -79,7 +83,7 @@ def _nudged(embedding: Tensor, seed: int = 0) -> Tensor:
 
 def _noise(model: Model, engine: EngineConfig, reference: Tensor) -> float:
     """How far the reference is from itself when its embeddings are rounded otherwise: the worst row."""
-    other = twin(model, replace(model.backends, **dict.fromkeys(FAMILIES, "reference")))
+    other = twin(model, _reference(model))
     other.embedding = torch.nn.Parameter(_nudged(model.decoder.embedding), requires_grad=False)
     return float(row_error(_steps(model, engine, other), reference).max())
 

@@ -41,9 +41,9 @@ FORK_ROWS = 64  # up to here coefficients are computed beside their sub-layer
 
 
 def why_not(hardware: Hardware, record: str | None) -> str | None:
-    if hardware.sm < 80:
+    if hardware.sm < 90:  # an update's second kernel is launched early
         return (
-            f"the Triton kernels of the residual copies need a CUDA GPU of SM80 or newer, not {hardware.name}"
+            f"the Triton kernels of the residual copies need a CUDA GPU of SM90 or newer, not {hardware.name}"
         )
     return None
 

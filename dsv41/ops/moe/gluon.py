@@ -1,10 +1,9 @@
 """Mixture of experts on Hopper: which kernels run, on weights in the byte order of gluon_pack.py.
 
-Few rows (gluon_few.py) are bound by reading weights: fp8 products, every chosen expert read once. More rows
-are bound by decoding them (gluon_registers.py), many by products (gluon_many.py): bf16. All take the one
-packing, round where the reference does, and leave a row per pair, which `combine` adds up. They differ in the
-last bits, so `deterministic` always takes the last, whose rows do not depend on the rows beside them; that
-costs most at one row.
+Few rows (gluon_few.py) are bound by reading weights: fp8 products, every chosen expert read once. Many rows
+(gluon_many.py) are bound by products: bf16. Both take the one packing, round where the reference does, and
+leave a row per pair, which `combine` adds up. They differ in the last bits, so `deterministic` always takes
+the second, whose rows do not depend on the rows beside them; that costs most at one row.
 
 The shared expert's two products are the `linear` family's; only its activation is here. With few rows it runs
 beside the router and the routed experts, on a stream of its own: each reads weights with pauses where its
@@ -17,14 +16,12 @@ import torch
 from torch import Tensor
 
 from dsv41.hardware import Hardware
-from dsv41.ops.moe import gluon_few, gluon_many, gluon_pack, gluon_registers, triton_group, triton_route
+from dsv41.ops.moe import gluon_few, gluon_many, gluon_pack, triton_group, triton_route
 from dsv41.ops.streams import fork, join, nothing_forked
 
-# Up to here the few-row kernels are taken. By count: 320 rows make 1.34 slots an expert there, which is 1.4
-# times the instructions of the prototype's 622 us at 128 rows, and the many-row prototype took 1.22 ms where
-# every expert has a row. To be measured.
+# Up to here the few-row kernels are taken. On an H200 they need 787 us at 256 rows, where the many-row ones
+# need 1,783, and those hardly more up to 1,024: the limit may go up.
 FEW_ROWS = 320
-SOME_ROWS = 1536  # beyond few rows, up to here slots of 64 rows on weights in registers are faster
 FORK_ROWS = 64  # up to here the shared expert has a stream of its own
 
 pack = gluon_pack.pack
@@ -103,8 +100,7 @@ def experts(
             y = gluon_few.run_few(x, ids, *routed)
         else:
             groups = triton_group.group(ids, gate_up.shape[0], gluon_many.CHUNK)
-            some = x.shape[0] <= SOME_ROWS and not deterministic
-            y = (gluon_registers if some else gluon_many).run_many(x, groups, *routed)
+            y = gluon_many.run_many(x, groups, *routed)
         join(side)
         return triton_group.combine(y, ids, shared)
 

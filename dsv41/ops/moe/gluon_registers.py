@@ -339,19 +339,3 @@ def multiply(
                 num_warps=8, maxnreg=registers(columns),
             )  # fmt: skip
     return out
-
-
-def run_many(
-    x: Tensor,
-    groups: Groups,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    limit: float,
-) -> Tensor:
-    """As gluon_many.run_many, in passes of at most 64 rows."""
-    x, weights = x if x.stride(1) == 1 else x.contiguous(), weights.contiguous()
-    hidden = multiply(quantise_rows(x), groups, weights, gate_up, gate_up_scale, limit, split=True)
-    return multiply(hidden, groups, weights, down, down_scale, None, split=True)

@@ -2,8 +2,7 @@
 
 Every product is the `linear` family's, as in the serial implementation, so the bits are the same. With few
 rows each of the two reads weights for 2 to 3 us and leaves the memory idle while it starts and ends; together
-they hide that. Not measured yet: a fork and join cost 1.57 us for a pair of empty kernels in a graph, two in
-a row 1.5 to 1.9.
+they might hide that. On an H200 a captured decode step of one row gained nothing (5.37 against 5.35 ms).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dsv41.ops.linear.op import linear, linear_fp8
 from dsv41.ops.streams import fork_join
 
 # Up to here the products are forked. Beyond, each fills the GPU alone, and cuBLAS, which keeps a workspace of
-# 32 MB a stream, runs the side products. To be measured.
+# 32 MB a stream, runs the side products.
 FORK_ROWS = 64
 
 
