@@ -32,7 +32,7 @@ from torch import Tensor
 from dsv41.config import EngineConfig
 from dsv41.model.attention import Shared
 from dsv41.model.caches import KVCaches, allocate_caches
-from dsv41.model.decoder import Stack
+from dsv41.model.decoder import Flow, Stack
 from dsv41.model.inputs import AttnMetadata, Selection, StepInputs
 from dsv41.model.layout import OPEN_ROWS
 from dsv41.runner.engine import LLM
@@ -114,11 +114,8 @@ def take_rows(stack: Stack, keep: slice) -> Stack:
     own = Shared(
         Selection(selection.states[keep], selection.slots[keep]), shared.candidates[keep], shared.faulty[keep]
     )
-    return replace(
-        stack,
-        shared=own,
-        **{name: getattr(stack, name)[keep] for name in ("streams", "mix", "sound", "depth")},
-    )
+    flow = Flow(stack.flow.streams[keep], stack.flow.mix[keep], stack.flow.sound[keep])
+    return replace(stack, flow=flow, shared=own, sound=stack.sound[keep], depth=stack.depth[keep])
 
 
 @torch.inference_mode()
