@@ -1,14 +1,16 @@
 """Sparse attention on one GPU: time, bytes, flops, and the distance to the roof measured in the same run.
 
-    python profiles/attention.py [--rows 1,8,32] [--records scaled_528,nvfp4_288] [--deterministic]
+    python profiles/attention.py [--rows 1,8,32] [--kernels gluon:scaled_528+nvfp4_288] [--deterministic]
                                  [--variant default,four_warps]
                                  [--output profiles/baselines/attention.json]
 
 Every row lists 128 window states and 512 selected states, 64 heads of 512. Up to 512 rows, a row is a
 request of 2048 states of its own (decode, 4k tokens at ratio 2); 4096 rows are one chunk over a prefix of
 32768 states, whose windows overlap (prefill). Keys and queries are random, selections uniform without
-repetition. Times are medians over replays of one captured graph of several calls, which take turns over
-four selections; few rows so stay in L2. Parity with the reference is checked first: no numbers without it.
+repetition. `--kernels` are implementations and the records they read, in turn: `flashmla:mixed_584` beside
+our own shows both in one run (FlashMLA plans its schedule in every call). Times are medians over replays of
+one captured graph of several calls, which take turns over four selections; few rows so stay in L2. Parity
+with the reference is checked first: no numbers without it.
 Prints a table, then one JSON object.
 """
 
@@ -100,9 +102,10 @@ def error(args: list, impl: str, variant: str) -> float:
     return float((got[rows] - expected).norm() / expected.norm())
 
 
-def measure(
-    rows: int, window_record: str, state_record: str, deterministic: bool, impl: str, roof: dict, variant: str
-) -> dict:
+def measure(rows: int, kernel: str, deterministic: bool, roof: dict, variant: str) -> dict:
+    impl, _, names = kernel.partition(":")
+    window_record, _, state_record = names.partition("+")
+    state_record = state_record or window_record
     sets = problem(rows, window_record, state_record, deterministic)
     off = error(sets[0], impl, variant)
     if not off <= TOLERANCE:
@@ -129,26 +132,28 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", default="1,8,32,128,512,4096")
-    parser.add_argument("--records", default="scaled_528,nvfp4_288", help="of the window and of the states")
-    parser.add_argument("--impl", default="gluon")
+    parser.add_argument(
+        "--kernels", default="gluon:scaled_528+nvfp4_288", help="IMPL:RECORD or IMPL:WINDOW+STATES, by commas"
+    )
     parser.add_argument("--variant", default="default", help=f"gluon's {', '.join(gluon.VARIANTS)}, in turn")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     roof = {"read_TB_s": read_bandwidth() / 1e12, "bf16_TFLOP_s": product_rate() / 1e12}
-    pair = arguments.records.split(",")
     table = [
-        measure(int(rows), *pair, arguments.deterministic, arguments.impl, roof, variant)
+        measure(int(rows), kernel, arguments.deterministic, roof, variant)
         for rows in arguments.rows.split(",")
-        for variant in arguments.variant.split(",")
+        for kernel in arguments.kernels.split(",")
+        for variant in (arguments.variant.split(",") if kernel.startswith("gluon:") else ["default"])
     ]
     print(" rows       us    worst   TB/s TFLOP/s roof %   must    aim   error")
     for line in table:
         figures = [line[key] for key in ("us", "worst_us", "TB_s", "TFLOP_s", "roof_percent")]
         targets = [line[key] or 0.0 for key in ("must_us", "aim_us")]
         print("{:5d} {:8.2f} {:8.2f} {:6.2f} {:7.1f} {:6.1f}".format(line["rows"], *figures), end="")
-        print(" {:6.1f} {:6.1f} {:7.1e} {}".format(*targets, line["error"], line["variant"]))
+        names = [line[key] for key in ("impl", "window_record", "state_record", "variant")]
+        print(" {:6.1f} {:6.1f} {:7.1e} {} {}+{} {}".format(*targets, line["error"], *names))
     report = {
         "benchmark": "attention", "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "synthetic": "random keys and queries, uniform selections", "roofs": roof, "rows": table,

@@ -15,6 +15,7 @@ from functools import cache
 import golden
 import pytest
 import torch
+from hopper import ALL, WIDE, kernel_model, needs_hopper
 
 from dsv41.backends import PRESETS, RECORD_FIELDS
 from dsv41.config import EngineConfig
@@ -23,16 +24,13 @@ from dsv41.hardware import detect
 from dsv41.ops.library import implementation
 from dsv41.run import main
 from dsv41.runner.engine import LLM
-from dsv41.runner.load import Model, blueprint, load
 from dsv41.runner.request import SamplingParams
 from dsv41.runner.stepper import Stepper
 
-hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs one SM90 GPU")]
+pytestmark = needs_hopper
 
 DENSE = "sm90,moe=reference"
 SPARSE = f"{DENSE},linear=reference,hyper=reference,engram=reference"
-ALL = "sm90"
 FLASHMLA = "sm90-flashmla,moe=reference"
 PROMPT_LIMIT, DECODE_LIMIT = 0.25, 0.30  # kernel_dims in bf16: shared/golden/README.md, section 5
 DECISIVE = 1.5  # the golden margin from which on the argmax must agree
@@ -91,15 +89,6 @@ PARAMS = [
     SamplingParams(max_tokens=12, ignore_eos=True),
     SamplingParams(max_tokens=9, temperature=1.0, seed=3, ignore_eos=True),
 ]
-
-
-WIDE = "expert_dim=256"  # the least that the expert kernels take
-
-
-@cache
-def kernel_model(deterministic: bool = True) -> Model:
-    plan = blueprint(preset_name="kernel", overrides=[WIDE], device="cuda", backends=ALL)
-    return load(plan, engine=EngineConfig(deterministic=deterministic))
 
 
 @cache

@@ -1,9 +1,11 @@
 """The engine: prompts in, tokens out. A step schedules, computes, samples, and takes in results.
 
-llm = dsv41.LLM("tiny") # a preset, a checkpoint directory, a loaded Model llm.generate([[1, 2, 3]],
-SamplingParams(max_tokens=8)) # ids, or text where there is a tokenizer
+llm = dsv41.LLM("tiny")                         # a preset, a checkpoint directory, a loaded Model
+llm.generate([[1, 2, 3]], SamplingParams(8))    # ids, or text where there is a tokenizer
 
-request = llm.add([1, 2, 3], params) # the same by hand while llm.has_work: for event in llm.step(): ...
+request = llm.add([1, 2, 3], params)            # the same by hand
+while llm.has_work:
+    for event in llm.step(): ...
 """
 
 from __future__ import annotations
