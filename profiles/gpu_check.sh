@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python3 -c "import torch; print(torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU')"
-export PYTHONPATH="$PWD" LOGS="${LOGS:-$(mktemp -d)}" OMP_NUM_THREADS=1
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" LOGS="${LOGS:-$(mktemp -d)}" OMP_NUM_THREADS=1
 files=("$@")
 [ ${#files[@]} -gt 0 ] || mapfile -t files < <(grep -lr --include='test_*.py' -e 'pytest.mark.gpu' -e 'import.* gpu\b' -e '^    gpu,$' tests)
 check() {

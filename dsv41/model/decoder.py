@@ -37,6 +37,8 @@ from dsv41.model.rope import plain_frequencies, rotations, yarn_frequencies
 from dsv41.ops.library import pack_weights
 from dsv41.ops.linear.op import linear
 
+NO_FAULT = 1 << 30  # in the place of a layer's number
+
 
 class Flow(NamedTuple):
     """Between two layers: streams [T, M, D], the mix float32 [T, M] of their collapse, `sound` bool [T] of
@@ -94,26 +96,23 @@ class DecoderLayer(nn.Module):
 @dataclass(frozen=True)
 class Stack:
     """What runs up the layers: the flow, what sources share, the draft head's features collected so far, each
-    [T, D], and `sound` bool [T]: no layer was faulty, out of `depth` int32 [T] sound ones.
-
-    Counting, instead of writing a layer's number down, keeps the compiled code of equal layers equal."""
+    [T, D], and `fault` int32 [T]: the first faulty layer, NO_FAULT if there was none."""
 
     flow: Flow
     shared: Shared
     features: tuple[Tensor, ...]
-    sound: Tensor
-    depth: Tensor
+    fault: Tensor
 
     @property
     def fault_layer(self) -> Tensor:
-        return torch.where(self.sound, -1, self.depth)
+        return torch.where(self.fault == NO_FAULT, -1, self.fault)
 
     def rows(self, rows: Tensor) -> Stack:
         """Some rows, in front of a source: what layers shared so far ends here."""
         flow = Flow(self.flow.streams[rows], self.flow.mix[rows], self.flow.sound[rows])
         shared = Shared(None, empty_index(flow.streams), torch.zeros_like(rows, dtype=torch.bool))
         features = tuple(feature[rows] for feature in self.features)
-        return Stack(flow, shared, features, self.sound[rows], self.depth[rows])
+        return Stack(flow, shared, features, self.fault[rows])
 
 
 class Decoder(nn.Module):
@@ -191,13 +190,15 @@ class Decoder(nn.Module):
         streams = self.embed(step)
         nothing = torch.zeros(streams.shape[0], dtype=torch.bool, device=streams.device)
         shared = Shared(None, empty_index(streams), nothing)
-        depth = torch.zeros_like(step.attention.row_request)
-        return Stack(Flow(streams, self.first_mix(streams), ~nothing), shared, (), ~nothing, depth)
+        fault = torch.full_like(step.attention.row_request, NO_FAULT)
+        return Stack(Flow(streams, self.first_mix(streams), ~nothing), shared, (), fault)
 
     def run_layers(self, first: int, last: int, stack: Stack, step: StepInputs, caches: KVCaches) -> Stack:
         """Layers `first` ... `last - 1` on the rows of `step`."""
+        if first == last:
+            return stack
         flow, shared, features = stack.flow, stack.shared, stack.features
-        sound, depth = stack.sound, stack.depth
+        sound: list[Tensor] = []
         turn = Turn(step, self.rotations(step), step.attention.row_request >= 0)
         for plan in self.plan[first:last]:
             layer = self.layer(plan.layer)
@@ -207,11 +208,12 @@ class Decoder(nn.Module):
                 features += (flow.streams.float().mean(1).to(flow.streams.dtype),)
             flow, shared = layer(flow, turn, caches, shared, self._next_norm(plan.layer, last))
             # The mix comes from the mean square of the row's whole stream: not finite there shows in it.
-            sound = sound & flow.sound
-            if plan.owns_index:
-                sound = sound & ~shared.faulty
-            depth = depth + sound
-        return Stack(flow, shared, features, sound, depth)
+            sound.append(flow.sound & ~shared.faulty if plan.owns_index else flow.sound)
+        # Here and not layer by layer: it is a launch a step, and a layer's number would make equal layers
+        # compile to unequal code.
+        layers = torch.arange(first, last, dtype=torch.int32, device=stack.fault.device)
+        fault = torch.where(torch.stack(sound), NO_FAULT, layers.unsqueeze(1)).amin(0)
+        return Stack(flow, shared, features, torch.minimum(stack.fault, fault))
 
     def _next_norm(self, number: int, last: int) -> Tensor | None:
         """The norm of the collapse that follows a layer at once: the next one's, or the model's."""

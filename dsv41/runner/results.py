@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from dsv41.model.inputs import StepInputs, StepOutput
 from dsv41.runner.async_output import AsyncResult
 from dsv41.runner.batch import Batch, Slot
 from dsv41.runner.sampler import LogProbs, Sampled
 from dsv41.runner.schedule import PromptLogProb, TokenResult
 
-NO_FAULT = 1 << 30
+NO_LAYER = 1 << 30
 
 
-def first_faults(step: StepInputs, output: StepOutput, slots: Tensor, num_slots: int) -> Tensor:
-    """The first faulty layer of each request slot in `slots` int64 [B], `NO_FAULT` without one. int32 [B]"""
-    faults = torch.where(output.fault_layer < 0, NO_FAULT, output.fault_layer)
-    request = step.attention.row_request.long()
-    faults = torch.where(request < 0, NO_FAULT, faults)  # padding rows speak for nobody
-    worst = torch.full((num_slots,), NO_FAULT, dtype=faults.dtype, device=faults.device)
-    return worst.scatter_reduce(0, request.clamp(min=0), faults, "amin")[slots]
+def first_faults(fault_layers: Tensor, batch: Batch) -> list[int]:
+    """By request of a batch: its first faulty layer, -1 without one. fault_layers int32 [T], on the host."""
+    ends = batch.counts.cumsum()
+    rows = np.split(np.where(fault_layers < 0, NO_LAYER, fault_layers), ends[:-1])
+    return [-1 if (first := int(own.min())) == NO_LAYER else first for own in rows]
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ def _prompt(host: dict[str, Tensor], number: int, first: int) -> tuple[PromptLog
 def results(gathered: Gathered, host: dict[str, Tensor]) -> list[TokenResult]:
     """Results for each sampled request, each faulty one, and each that got prompt log-probabilities."""
     batch, made = gathered.batch, []
-    nan, faults = host["nan"].tolist(), host["faults"].tolist()
+    nan, faults = host["nan"].tolist(), first_faults(host["faults"], batch)
     rows_of: dict[int, list[int]] = {number: [] for number in range(len(batch.slots))}
     for row, number in enumerate(batch.sampled):
         rows_of[number].append(row)
@@ -84,8 +81,8 @@ def results(gathered: Gathered, host: dict[str, Tensor]) -> list[TokenResult]:
         rows = rows_of[number]
         first = gathered.prompt_of.get(number)
         prompt = _prompt(host, number, first) if first is not None else ()
-        if faults[number] != NO_FAULT or any(nan[row] for row in rows):
-            where = f"layer {faults[number]}" if faults[number] != NO_FAULT else "the logits"
+        if faults[number] >= 0 or any(nan[row] for row in rows):
+            where = f"layer {faults[number]}" if faults[number] >= 0 else "the logits"
             error = f"not a finite number in step {gathered.number}, {where}"
             made.append(TokenResult(slot.request_id, -1, error))
         elif rows:

@@ -188,17 +188,16 @@ class Sampler:
         logits: Tensor,
         slots: Tensor,
         positions: Tensor,
-        num_outputs: Tensor,
+        num_prompt: Tensor,
         active: Sequence[int],
         masks: Tensor | None = None,
     ) -> Sampled:
         """One token for every row of `logits` [n, V] float32, which are left as they are.
 
-        `slots`, `positions` and `num_outputs` are int64 [n] on the device: the row's slot, the position of
-        the row (of the token before the one drawn) and the tokens of its output so far. A row of slot -1 is
-        padding: it gets some token, which is counted nowhere. `active` names the slots of the other rows on
-        the host, in any order: it decides which steps run. `masks` bool [n, V] holds the tokens that may
-        come.
+        `slots`, `positions` and `num_prompt` are int64 [n] on the device: the row's slot, the position of the
+        token to come, and the tokens of the request's prompt. A row of slot -1 is padding: it gets some
+        token, which is counted nowhere. `active` names the slots of the other rows on the host, in any order:
+        it decides which steps run. `masks` bool [n, V] holds the tokens that may come.
         """
         assert logits.dtype == torch.float32, "the head gives float32 logits"
         requests = [self.admitted[slot] for slot in active]
@@ -207,14 +206,14 @@ class Sampler:
         if masks is not None:
             logits = logits.masked_fill(~masks, -torch.inf)
         best, tokens = logits.max(-1)
-        is_wrong = ~best.isfinite()
+        is_wrong = _is_wrong(best)
         if steps:
             chosen = [
-                self._choose(logits[rows], slots[rows], positions[rows], num_outputs[rows], steps)
+                self._choose(logits[rows], slots[rows], positions[rows], num_prompt[rows], steps)
                 for rows in _parts(logits)
             ]
             best, tokens = (torch.cat(parts) for parts in zip(*chosen, strict=True))
-            is_wrong = is_wrong | ~best.isfinite()
+            is_wrong = is_wrong | _is_wrong(best)
         tokens = tokens.masked_fill(is_wrong, 0)
         if "penalties" in steps:
             self.count(slots, tokens)
@@ -225,15 +224,15 @@ class Sampler:
         logits: Tensor,
         slots: Tensor,
         positions: Tensor,
-        num_outputs: Tensor,
+        num_prompt: Tensor,
         steps: frozenset[Step],
     ) -> tuple[Tensor, Tensor]:
         """The score [n] and the id [n] of the best token of every row, noise included."""
         slots = slots.clamp(min=0)
-        scores = self.scores(logits, slots, num_outputs, steps)
+        scores = self.scores(logits, slots, positions - num_prompt, steps)
         if "draw" in steps:
             is_drawn = (self.temperature[slots] > 0).unsqueeze(1)
-            scores = scores + gumbel_noise(self.seed[slots], positions, self.ids) * is_drawn
+            scores = scores + gumbel_noise(self.seed[slots], positions - 1, self.ids) * is_drawn
         best, tokens = scores.max(-1)
         return best, tokens
 
@@ -284,6 +283,11 @@ class Sampler:
         assert self.counts is not None
         places = slots.clamp(min=0) * self.vocab_size + tokens
         self.counts.view(-1).scatter_add_(0, places, (slots >= 0).to(torch.int32))
+
+
+def _is_wrong(best: Tensor) -> Tensor:
+    """Whether the largest of a row is not finite: a number less itself is 0, and NaN for the others."""
+    return (best - best) != 0
 
 
 def _parts(logits: Tensor) -> Iterator[slice]:

@@ -41,8 +41,9 @@ class RequestState:
             ("window_pages", self.window_table),
             ("counts", self.counts),
         ):
-            index = staged[f"{name}_at"].long()
-            table.view(-1).index_copy_(0, index, staged[name].to(table.dtype))
+            index = staged[f"{name}_at"]
+            if len(index):  # in most steps nothing: no launch
+                table.view(-1).index_copy_(0, index, staged[name].to(table.dtype))
 
 
 class Changes:
@@ -72,12 +73,12 @@ class Staging:
 
     def __init__(self, device: str) -> None:
         self.device, self.pinned = device, device != "cpu"
-        self._buffers = [torch.empty(0, dtype=torch.int32) for _ in range(IN_FLIGHT + 1)]
+        self._buffers = [torch.empty(0, dtype=torch.int64) for _ in range(IN_FLIGHT + 1)]
         self._copied: list[torch.cuda.Event | None] = [None] * len(self._buffers)
         self._turn = 0
 
     def send(self, arrays: Mapping[str, NDArray]) -> dict[str, Tensor]:
-        """Integer arrays by name -> int32 tensors on the device, views of one transfer."""
+        """Integer arrays by name -> int64 tensors on the device, views of one transfer."""
         sizes = [array.size for array in arrays.values()]
         host = self._buffer(sum(sizes))
         np.concatenate(list(arrays.values()), out=host.numpy()[: sum(sizes)], casting="same_kind")
@@ -95,5 +96,5 @@ class Staging:
         if event is not None:
             event.synchronize()  # passed long ago: the buffer is IN_FLIGHT steps old
         if self._buffers[self._turn].numel() < size:
-            self._buffers[self._turn] = torch.empty(2 * size, dtype=torch.int32, pin_memory=self.pinned)
+            self._buffers[self._turn] = torch.empty(2 * size, dtype=torch.int64, pin_memory=self.pinned)
         return self._buffers[self._turn]

@@ -26,7 +26,7 @@ from dsv41.model.layout import OPEN_ROWS
 from dsv41.runner.async_output import AsyncResult
 from dsv41.runner.batch import Batch, Slot, make_batch
 from dsv41.runner.load import Model
-from dsv41.runner.results import Gathered, first_faults, gather
+from dsv41.runner.results import Gathered, gather
 from dsv41.runner.rows import compute_rows, select_rows, trim_window
 from dsv41.runner.sampler import LogProbs, Sampler, prompt_logprobs
 from dsv41.runner.schedule import NewRequest, RunningRequest, SchedulerOutput
@@ -113,7 +113,7 @@ class Worker:
 
     def padding(self, num_rows: int, tail: int | None = None) -> StepInputs:
         """A step of padding rows alone, the last `tail` of them a tail."""
-        nothing = torch.zeros(1, dtype=torch.int32, device=self.state.counts.device)
+        nothing = torch.zeros(1, dtype=torch.int64, device=self.state.counts.device)
         step = self._rows(nothing, nothing, num_rows)
         if tail is None:
             return step
@@ -160,21 +160,21 @@ class Worker:
             return None
         (prepared, output), self._executed = self._executed, None
         batch, staged = prepared.batch, prepared.staged
-        slots = staged["sample_slots"].long()
-        positions = self.state.num_computed[slots] + staged["sample_counts"].long()  # of the tokens to come
+        slots = staged["sample_slots"]
+        positions = self.state.num_computed[slots] + staged["sample_counts"]  # of the tokens to come
         active = [batch.slots[number].index for number in batch.sampled]
         sampled = self.sampler.sample(
-            self.model.decoder.logits(output.hidden[staged["sample_rows"].long()]),
+            self.model.decoder.logits(output.hidden[staged["sample_rows"]]),
             slots,
-            positions - 1,
-            positions - staged["sample_prompts"].long(),
+            positions,
+            staged["sample_prompts"],
             active,
             self._masks(batch),
         )
         accepted = self._accepted(batch, staged, positions, sampled.tokens)
         self.state.tokens[slots, positions] = sampled.tokens.to(torch.int32)
         prompt = self._prompt_logprobs(batch, output)
-        faults = first_faults(prepared.step, output, staged["slots"].long(), self.engine.max_requests)
+        faults = output.fault_layer[: batch.num_rows].clone()  # a graph's next replay writes its output again
         top_n = tuple(self.sampler.admitted[index].top_n for index in active)
         first = {number: batch.slots[number].num_computed + 1 for number in prompt}
         gathered = Gathered(batch, self.num_steps, top_n, first)
@@ -190,7 +190,7 @@ class Worker:
         """How many drafts of each request slot the model drew itself, int64 [R]. None without drafts."""
         if not batch.num_drafts.any():
             return None
-        slots, index = staged["sample_slots"].long(), staged["sample_index"].long()
+        slots, index = staged["sample_slots"], staged["sample_index"]
         differs = self.state.tokens[slots, positions] != tokens
         is_last = index == staged["sample_drafts"]
         stop = torch.where(differs | is_last, index, OPEN_ROWS)
@@ -202,7 +202,7 @@ class Worker:
         """The rows of a step are computed: the next step of its requests starts behind them, or behind the
         last accepted draft."""
         staged = prepared.staged
-        slots, counts = staged["slots"].long(), staged["step_counts"].long()
+        slots, counts = staged["slots"], staged["step_counts"]
         if accepted is not None:
             counts = counts - staged["step_drafts"] + accepted[slots]
         self.state.num_computed.index_add_(0, slots, counts)
@@ -358,7 +358,7 @@ class Worker:
     def _inputs(self, batch: Batch, staged: dict[str, Tensor], num_rows: int) -> StepInputs:
         """The step of a batch; rows above the batch's own are padding."""
         step = self._with_images(batch, self._rows(staged["slots"], staged["step_counts"], num_rows))
-        return self._with_tail(step, staged["tail_rows"].long()) if batch.has_tail else step
+        return self._with_tail(step, staged["tail_rows"]) if batch.has_tail else step
 
     def _with_images(self, batch: Batch, step: StepInputs) -> StepInputs:
         """Rows for the step's image positions, where a request of it has any."""

@@ -115,7 +115,7 @@ def take_rows(stack: Stack, keep: slice) -> Stack:
         Selection(selection.states[keep], selection.slots[keep]), shared.candidates[keep], shared.faulty[keep]
     )
     flow = Flow(stack.flow.streams[keep], stack.flow.mix[keep], stack.flow.sound[keep])
-    return replace(stack, flow=flow, shared=own, sound=stack.sound[keep], depth=stack.depth[keep])
+    return replace(stack, flow=flow, shared=own, fault=stack.fault[keep])
 
 
 @torch.inference_mode()

@@ -410,7 +410,7 @@ def test_staging_rotates_and_never_mixes_steps() -> None:
         }
         staged = staging.send(arrays)
         assert list(staged) == ["a", "none", "b"]
-        assert all(tensor.dtype == torch.int32 for tensor in staged.values())
+        assert all(tensor.dtype == torch.int64 for tensor in staged.values())
         buffer = staging._buffers[staging._turn]
         assert all(buffer is not other for *_, other in sent[-IN_FLIGHT:])
         sent.append((arrays, staged, buffer))

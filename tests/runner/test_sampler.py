@@ -46,13 +46,13 @@ def seated(cases: Sequence[Case], slots: Sequence[int] | None = None, vocab: int
 
 def sample(sampler: Sampler, logits: Tensor, slots: Sequence[int], cases: Sequence[Case]) -> Sampled:
     """One token for each of the cases; a row's position follows from its tokens."""
-    lengths = torch.tensor([len(case.output) for case in cases])
-    positions = torch.tensor([len(case.prompt) for case in cases]) + lengths - 1
+    prompts = torch.tensor([len(case.prompt) for case in cases])
+    positions = prompts + torch.tensor([len(case.output) for case in cases])
     masks = None
     if any(case.mask is not None for case in cases):
         masks = torch.tensor([case.mask or [True] * logits.shape[1] for case in cases])
     active = [slot for slot in slots if slot >= 0]
-    return sampler.sample(logits, torch.tensor(slots), positions, lengths, active, masks)
+    return sampler.sample(logits, torch.tensor(slots), positions, prompts, active, masks)
 
 
 def sample_all(cases: Sequence[Case], logits: Tensor) -> Sampled:
@@ -385,15 +385,15 @@ def test_on_a_gpu_nothing_waits_and_a_graph_repeats_it() -> None:
     cases = [replace(random_case(seed), mask=None) for seed in range(200)]
     host = torch.randn(len(cases), vocab, generator=generator()) * 3
     logits, slots = host.cuda(), torch.arange(len(cases)).cuda()
-    lengths = torch.tensor([len(case.output) for case in cases]).cuda()
-    positions = lengths + len(cases[0].prompt) - 1
+    prompts = torch.tensor([len(case.prompt) for case in cases]).cuda()
+    positions = prompts + torch.tensor([len(case.output) for case in cases]).cuda()
     samplers = [Sampler(len(cases), vocab, "cuda", EOS) for _ in range(3)]
     torch.cuda.set_sync_debug_mode("error")
     try:
         for sampler in samplers:
             for slot, case in enumerate(cases):
                 sampler.admit(slot, case.params, case.prompt, case.output)
-        together = samplers[0].sample(logits, slots, positions, lengths, range(len(cases)))
+        together = samplers[0].sample(logits, slots, positions, prompts, range(len(cases)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(
@@ -401,13 +401,13 @@ def test_on_a_gpu_nothing_waits_and_a_graph_repeats_it() -> None:
     )
     for row in range(len(cases)):
         one = slice(row, row + 1)
-        single = samplers[1].sample(logits[one], slots[one], positions[one], lengths[one], [row])
+        single = samplers[1].sample(logits[one], slots[one], positions[one], prompts[one], [row])
         assert single.tokens[0] == together.tokens[row]
         if single.logprobs is not None and together.logprobs is not None:
             assert single.logprobs.chosen[0] == together.logprobs.chosen[row]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = samplers[2].sample(logits, slots, positions, lengths, range(len(cases)))
+        captured = samplers[2].sample(logits, slots, positions, prompts, range(len(cases)))
     graph.replay()
     assert torch.equal(captured.tokens, together.tokens)
 

@@ -338,7 +338,7 @@ def test_staged_bytes_survive_until_their_copy_arrives() -> None:
         assert {name: tensor.tolist() for name, tensor in result.items()} == {
             name: array.tolist() for name, array in values.items()
         }
-        assert all(tensor.dtype == torch.int32 for tensor in result.values())
+        assert all(tensor.dtype == torch.int64 for tensor in result.values())
         sent.append([*values["a"].tolist(), *values["b"].tolist()])
         if step >= IN_FLIGHT:
             assert staging.arrive() == sent[step - IN_FLIGHT]

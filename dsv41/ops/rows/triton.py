@@ -1,7 +1,8 @@
 """The rows of a step in Triton: one launch, one program a row.
 
-A program finds its request by scanning the step's token counts (B values, in registers), then everything of
-its row is a handful of scalars, a window list and a lookback list.
+A program finds its request by scanning the step's token counts (in registers), then everything of its row is
+a handful of scalars, a window list and a lookback list. The width of that scan is the number of request slots
+and not the step's number of requests, and the counts may begin anywhere, so that an engine has one kernel.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from dsv41.hardware import Hardware
 
-MAX_BATCH = 8192  # token counts that a program holds in registers
+MAX_BATCH = 8192  # request slots: token counts that a program holds in registers
 
 
 def why_not(hardware: Hardware, record: str | None) -> str | None:
@@ -54,7 +55,9 @@ def _state(
     tl.store(count + (RATIO - 1) * num_rows + row, seen.to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["batch_size", "num_rows"])
+@triton.jit(
+    do_not_specialize=["batch_size", "num_rows"], do_not_specialize_on_alignment=["slots", "num_tokens"]
+)
 def _step_rows(
     tokens, page_table, window_table, counts, slots, num_tokens,
     ids_out, positions_out, image_out, lookback_out, request_out, window_write, window_read,
@@ -142,9 +145,10 @@ def step_rows(
     image_bit: int,
     max_ratio: int,
 ) -> tuple[Tensor, ...]:
-    batch = slots.shape[0]
-    if batch > MAX_BATCH:
-        raise ValueError(f"a step of {batch} requests is more than the {MAX_BATCH} of the Triton row kernel")
+    batch, request_slots = slots.shape[0], counts.shape[0]
+    if request_slots > MAX_BATCH:
+        raise ValueError(f"{request_slots} request slots: the Triton row kernel takes {MAX_BATCH}")
+    assert batch <= request_slots, f"{batch} requests in {request_slots} slots"
     if counts.shape[1] != 4 or not all(
         t.is_contiguous() for t in (tokens, page_table, window_table, counts, slots, num_tokens)
     ):
@@ -164,8 +168,8 @@ def step_rows(
             tokens, page_table, window_table, counts, slots, num_tokens, *found,
             batch, T, tokens.shape[1], page_table.shape[1], window_table.shape[1],
             window, triton.next_power_of_2(window), lookback, triton.next_power_of_2(lookback),
-            page_tokens, open_rows, image_bit, max_ratio, triton.next_power_of_2(batch),
-            num_warps=1 if batch <= 128 else 4,
+            page_tokens, open_rows, image_bit, max_ratio, triton.next_power_of_2(request_slots),
+            num_warps=1 if request_slots <= 128 else 4,
         )  # fmt: skip
     return found
 
