@@ -29,9 +29,9 @@ from dsv41.exits import KNOWN, CheckFailed, DeviceError, exit_code, sentence
 from dsv41.graphs.capture import Run
 from dsv41.graphs.module import CompiledModule
 from dsv41.hardware import detect
-from dsv41.model.costs import weights_by_part
+from dsv41.model.costs import loaded_bytes, weights_by_part
 from dsv41.runner import check, plot, report, trace
-from dsv41.runner.bench import Bench
+from dsv41.runner.bench import Bench, memory_of
 from dsv41.runner.engine import LLM, compile_ahead
 from dsv41.runner.load import Blueprint, Model, blueprint, load, trace_blueprint
 from dsv41.runner.request import SamplingParams, check_prompt
@@ -43,6 +43,7 @@ IMPORT_SECONDS = time.perf_counter() - dsv41.IMPORTED_AT
 SLOW_SECONDS = 2.0  # between two progress lines
 CONTEXTS = (4096, 131072, 1048576)
 BENCH_FLAGS = (*LISTS, "step_rows", "cache_tokens", "fill")
+Row = dict[str, Any]  # for JSON
 ENGINE_FLAGS = ("max_requests", "max_batch_tokens", "prefix_mode", "graph_rows")
 
 
@@ -106,10 +107,10 @@ def bench(args: argparse.Namespace) -> None:
     model = _load(args, plan)
     run = Bench(model, workload, args.seed, args.say, args.start, args.late_compile)
     _print(report.bench_head(run))
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for row in run.rows():
         if not rows or rows[-1]["mode"] != row["mode"]:
-            _started(args, row["mode"], row["start"], run.engine)
+            _started(args, row["mode"], row["start"], run.engine, row["memory"])
         _print([report.bench_line(row)])
         _write(args, row)
         rows.append({key: value for key, value in row.items() if key not in run.setting()})
@@ -125,16 +126,15 @@ def _plot(args: argparse.Namespace, rows: Sequence[plot.Row]) -> None:
     print(f"plotted {args.plot}", file=sys.stderr)
 
 
-def _started(args: argparse.Namespace, mode: str, start: dict[str, Any], engine: EngineConfig) -> None:
+def _started(args: argparse.Namespace, mode: str, start: Row, engine: EngineConfig, memory: Row) -> None:
     """An engine is ready: tell people, and the directory of its compiled code."""
-    _print([report.start_line(mode, start)])
+    _print(report.start_lines(mode, start, memory))
     args.artifacts.note({"mode": mode, "engine": vars(engine), **start})
 
 
 def _throughput(args: argparse.Namespace) -> None:
-    refused = next(
-        (name for name in (*BENCH_FLAGS, "scenario", "plot") if getattr(args, name) is not None), None
-    )
+    flags = (*BENCH_FLAGS, "scenario", "plot")
+    refused = next((name for name in flags if getattr(args, name) is not None), None)
     if refused is not None:
         raise ValueError(f"bench throughput takes no --{refused.replace('_', '-')}")
     plan = _blueprint(args)
@@ -147,10 +147,10 @@ def _throughput(args: argparse.Namespace) -> None:
     with args.start.phase("capture"):
         llm = LLM(model, engine, run)
         llm.warm_up()
-    start = args.start.row()
-    _started(args, "compile" if isinstance(run, CompiledModule) else "eager", start, engine)
+    start, memory = args.start.row(), memory_of(llm, weights_by_part(model.config))
+    _started(args, "compile" if isinstance(run, CompiledModule) else "eager", start, engine, memory)
     args.say(f"replaying {len(jobs)} requests")
-    row = throughput(llm, jobs) | {"start": start}
+    row = throughput(llm, jobs) | {"start": start, "memory": memory}
     _print(report.throughput_lines(row))
     _save_compiled(args)
     _write(args, row)
@@ -301,7 +301,7 @@ def _print(lines: Sequence[str]) -> None:
     print("\n".join(lines), flush=True)
 
 
-def _write(args: argparse.Namespace, row: dict[str, Any]) -> None:
+def _write(args: argparse.Namespace, row: Row) -> None:
     if args.lines is not None:
         args.lines.write(json.dumps(row) + "\n")
         args.lines.flush()
@@ -359,7 +359,7 @@ def _need_gpu(plan: Blueprint, flag: str) -> None:
 
 
 def _load(args: argparse.Namespace, plan: Blueprint) -> Model:
-    needed, memory = report.text_bytes(weights_by_part(plan.config)), report.device_memory(plan.hardware)
+    needed, memory = loaded_bytes(weights_by_part(plan.config)), report.device_memory(plan.hardware)
     if needed > memory:
         sizes = f"{report.size(needed)} of weights and {plan.hardware.name} has {report.size(memory)}"
         raise MemoryError(f"{plan.source} needs {sizes} (`inspect` shows the bill)")

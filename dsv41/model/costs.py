@@ -125,6 +125,14 @@ def weights_by_part(config: ModelConfig) -> dict[str, Weights]:
     return {part: Weights(size, elements[part]) for part, size in num_bytes.most_common()}
 
 
+UNUSED_PARTS = ("draft", "vision")  # of the checkpoint: checked by the loader, not read by this engine
+
+
+def loaded_bytes(weights: Mapping[str, Weights]) -> int:
+    """Bytes of the parts that this engine loads."""
+    return sum(part.num_bytes for name, part in weights.items() if name not in UNUSED_PARTS)
+
+
 def step_cost(
     config: ModelConfig,
     plan: Sequence[LayerPlan],

@@ -19,7 +19,7 @@ from torch import Tensor
 from dsv41.config import EngineConfig
 from dsv41.graphs.capture import Run
 from dsv41.graphs.module import CompiledModule
-from dsv41.model.costs import Span, StepCost, Weights, step_cost, weights_by_part
+from dsv41.model.costs import Span, StepCost, Weights, loaded_bytes, step_cost, weights_by_part
 from dsv41.runner.engine import LLM, compile_ahead
 from dsv41.runner.load import Model
 from dsv41.runner.parity import Parity, ParityError, compare, random_tokens
@@ -146,6 +146,13 @@ def _percentiles(samples: Sequence[float]) -> dict[str, float]:
     return {"p10": cuts[0], "p50": cuts[4], "p90": cuts[8]}
 
 
+def memory_of(llm: LLM, weights: Mapping[str, Weights]) -> dict[str, int]:
+    """Bytes: the bill of the weights and the engine's caches, and on a GPU the most that was taken so far."""
+    bill = {"weights": loaded_bytes(weights), "caches": llm.caches.num_bytes()}
+    device = llm.model.device
+    return bill if device == "cpu" else bill | {"peak": torch.cuda.max_memory_allocated(device)}
+
+
 @dataclass
 class Bench:
     """The whole run. `rows()` yields one JSON-ready dict per mode and case."""
@@ -188,6 +195,7 @@ class Bench:
                     f"bench: {mode} differs from the reference by {parity.worst_row:.2g} in its worst of "
                     f"{parity.rows} rows, more than {parity.limit:g}: no numbers"
                 )
+            self._forget_peak()
             with start.phase("capture"):
                 llm = LLM(self.model, engine, run)
                 llm.warm_up()
@@ -201,7 +209,17 @@ class Bench:
                 late = llm.metrics.late_compiles - late
                 if llm.metrics.preemptions:
                     raise RuntimeError(f"bench: pages ran out, {case.name} was computed twice")
-                yield self._row(mode, case, samples, parity) | {"late_compiles": late, "start": start.row()}
+                row = self._row(mode, case, samples, parity)
+                yield row | {
+                    "late_compiles": late,
+                    "start": start.row(),
+                    "memory": memory_of(llm, self.weights),
+                }
+
+    def _forget_peak(self) -> None:
+        """What the reference run needed is not what the engine needs."""
+        if self.model.device != "cpu":
+            torch.cuda.reset_peak_memory_stats(self.model.device)
 
     def _row(self, mode: str, case: Case, samples: list[Sample], parity: Parity) -> dict[str, Any]:
         milliseconds = [sample.seconds * 1e3 for sample in samples]

@@ -20,14 +20,12 @@ from dsv41.config import ModelConfig
 from dsv41.graphs.artifacts import Artifacts
 from dsv41.graphs.segments import Segment
 from dsv41.hardware import Hardware
-from dsv41.model.costs import Weights
+from dsv41.model.costs import UNUSED_PARTS, Weights
 from dsv41.model.layout import CacheLayout
 from dsv41.model.plan import LayerPlan
 from dsv41.runner.bench import Bench
 from dsv41.runner.check import NOT_SHOWN, Receipt
 from dsv41.runner.load import Blueprint
-
-UNUSED_PARTS = ("draft", "vision")  # of the checkpoint: checked by the loader, not read by this engine
 
 
 def table(rows: Iterable[Sequence[object]], left: int = 1) -> list[str]:
@@ -55,11 +53,6 @@ def size(num_bytes: float) -> str:
 def device_memory(hardware: Hardware) -> int:
     """The GPU's memory, or the machine's for a CPU."""
     return hardware.memory_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def text_bytes(weights: Mapping[str, Weights]) -> int:
-    """Bytes of the parts that this engine loads."""
-    return sum(part.num_bytes for name, part in weights.items() if name not in UNUSED_PARTS)
 
 
 # -- inspect -----------------------------------------------------------------------------------------------
@@ -308,15 +301,23 @@ def bench_head(bench: Bench) -> list[str]:
     ]
 
 
-def start_line(mode: str, start: Mapping[str, Any]) -> str:
-    """The seconds of every phase, and what compiling cost."""
+def start_lines(mode: str, start: Mapping[str, Any], memory: Mapping[str, int]) -> list[str]:
+    """The seconds of every phase, what compiling cost, and the memory taken."""
     seconds = dict(start["seconds"])
     ready = seconds.pop("ready")
     phases = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
     found, compiled = start["segments_found"], start["segments_compiled"]
-    return (
-        f"start of {mode}: {phases}; ready after {ready:.1f} s; segments: {found} found, {compiled} compiled"
-    )
+    segments = f"segments: {found} found, {compiled} compiled"
+    return [f"start of {mode}: {phases}; ready after {ready:.1f} s; {segments}", _memory_line(memory)]
+
+
+def _memory_line(memory: Mapping[str, int]) -> str:
+    """The bill next to the peak on a GPU."""
+    bill = memory["weights"] + memory["caches"]
+    parts = f"weights {size(memory['weights'])} and caches {size(memory['caches'])}"
+    peak = memory.get("peak")
+    measured = f", {peak / bill - 1:.1%} below the measured peak of {size(peak)}" if peak else ""
+    return f"memory: {parts} are {size(bill)}{measured}"
 
 
 BENCH_COLUMNS = ("mode", "kind", "batch", "context", "tok/s", "ms", "p10", "p90", "GB/s", "of roof", "parity")
