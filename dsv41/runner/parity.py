@@ -98,7 +98,7 @@ def compare(model: Model, engine: EngineConfig, measured: Run) -> Parity:
     """
     engine = replace(engine, decoder_replay=False)  # every row's logits are compared
     logits, noise = _steps(model, engine, measured), None
-    limit, engine = PARITY_LIMIT[model.config.numerics.quantised], replace(engine, graph_rows=0)
+    limit, engine = PARITY_LIMIT[model.config.numerics.quantised], _small(model, engine)
     model.decoder.unpack_weights()
     try:
         reference = _steps(model, engine, reference_run(model))
@@ -111,9 +111,22 @@ def compare(model: Model, engine: EngineConfig, measured: Run) -> Parity:
     return Parity(len(reference), worst, limit, noise)
 
 
+def _long(model: Model, engine: EngineConfig) -> int:
+    """Rows of the first step."""
+    return min(model.config.window_tokens + 3, engine.max_context_tokens - 4, engine.max_batch_tokens)
+
+
+def _small(model: Model, engine: EngineConfig) -> EngineConfig:
+    """With room for the steps of `_steps` alone: the reference sizes its work by the longest context."""
+    tokens = _long(model, engine) + 4
+    return replace(
+        engine, graph_rows=0, max_requests=2, max_context_tokens=tokens, global_pages=0, window_pages=0
+    )
+
+
 def _steps(model: Model, engine: EngineConfig, run: Run) -> Tensor:
     """Logits of a prefill, a mixed step, two decodes, and one decode alone. [n, V]"""
-    long = min(model.config.window_tokens + 3, engine.max_context_tokens - 4, engine.max_batch_tokens)
+    long = _long(model, engine)
     stepper = Stepper(model, engine, run)
     requests = [stepper.add(random_tokens(*prompt)) for prompt in ((long + 3, model, 1), (4, model, 2))]
     schedule: Sequence[Sequence[tuple[int, int]]] = (
