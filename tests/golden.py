@@ -328,7 +328,9 @@ def _named(calls: dict, layer: DecoderLayer, plan: LayerPlan, step: StepInputs) 
         ours["topk"], _, blocks, _ = result["select"][0]
         select = args["select"][0]
         max_states = int(select[5].max())
-        ours["index_score"] = torch.ops.dsv41.index_scores(*select[:6], max_states, *select[10:])
+        ours["index_score"] = torch.ops.dsv41.index_scores(
+            *select[:6], max_states, *select[10:12], select[13]
+        )
         if plan.publishes_candidates:
             ours["candidates"] = block_mask(blocks, max_states, select[9])
     if layer.engram is not None:

@@ -58,7 +58,7 @@ def ready(max_requests: int = 8, **choices: object) -> LLM:
     return llm
 
 
-@pytest.mark.parametrize("pages", [None, 30])
+@pytest.mark.parametrize("pages", [None, 10])
 def test_traffic_gets_the_tokens_of_the_eager_engine(pages: int | None) -> None:
     """300 requests that arrive and are cancelled at random; with few pages they are also preempted."""
     draw, requests, cancelled = random.Random(7), list[Request](), set[Request]()

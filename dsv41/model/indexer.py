@@ -53,6 +53,7 @@ class Indexer(nn.Module):
             config.candidate_block_states,
             backends.index_record,
             self.page_states,
+            self.context.deterministic,
             backends.indexing,
         )
         return Selection(states, slots), published if plan.publishes_candidates else candidates, faulty

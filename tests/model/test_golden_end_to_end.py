@@ -172,11 +172,13 @@ def stale_keys(session: golden.Session, select: Callable) -> Callable:
     last_publisher = max(plan.layer for plan in session.stepper.model.plan if plan.owns_kv)
 
     def broken(q, weights, keys, table, row_request, num_states, *rest):
-        *middle, page_states = rest
+        *middle, page_states, deterministic = rest
         position = session.request.num_computed
         if len(q) == 1 and page_states == page // 2 and position % 2 == 0:
             keys, page_states = session.stepper.caches.index_k[last_publisher], page
-        states, _, *others = select(q, weights, keys, table, row_request, num_states, *middle, page_states)
-        return states, golden.slots_of(states, table, rest[-1]), *others
+        states, _, *others = select(
+            q, weights, keys, table, row_request, num_states, *middle, page_states, deterministic
+        )
+        return states, golden.slots_of(states, table, rest[-2]), *others
 
     return broken

@@ -192,7 +192,7 @@ def select(rows: int, dtype: torch.dtype) -> list[Any]:
     inputs = index_inputs(rows, dtype)
     newest = (inputs[-1] - 1).div(3, rounding_mode="floor")
     candidates = torch.stack((torch.zeros_like(newest), torch.where(newest > 0, newest, -1)), dim=1)
-    return [*inputs, candidates.int(), 4, 2, 3, rows_record(dtype), PAGE]
+    return [*inputs, candidates.int(), 4, 2, 3, rows_record(dtype), PAGE, False]
 
 
 @sample

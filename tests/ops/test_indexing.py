@@ -70,7 +70,7 @@ class Pool:
         request, num_states = (torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True))
         chosen, slots, blocks, faulty = select(
             q, weights, self.cache, self.table, request, num_states, candidates,
-            k, num_blocks, block, "rows_bf16", PAGE_STATES, IMPL,
+            k, num_blocks, block, "rows_bf16", PAGE_STATES, False, IMPL,
         )  # fmt: skip
         return chosen.tolist(), slots.tolist(), blocks.tolist(), faulty.tolist()
 
@@ -308,7 +308,7 @@ def test_a_key_of_an_earlier_chunk_stays_selectable() -> None:
         request, seen = torch.zeros(1, dtype=torch.int32), torch.tensor([start + 12], dtype=torch.int32)
         none = torch.empty((1, 0), dtype=torch.int32)
         chosen = select(
-            q, weights, cache, table, request, seen, none, k, 0, 4, "rows_bf16", PAGE_STATES, IMPL
+            q, weights, cache, table, request, seen, none, k, 0, 4, "rows_bf16", PAGE_STATES, False, IMPL
         )[0][0]
         scores = index_scores(q, weights, cache, table, request, seen, states, "rows_bf16", PAGE_STATES, IMPL)
         assert int(scores.argmax()) == planted

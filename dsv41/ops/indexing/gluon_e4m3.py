@@ -1,7 +1,6 @@
-"""Index scores of fp4 keys on Hopper, e4m3 tensor cores: variants of gluon_scores.py (Gluon).
+"""Index scores of fp4 keys on Hopper, e4m3 tensor cores: a decode kernel for the longest rows (Gluon).
 
-    decode_kernel   grid [splits, rows]               one row a program; two tiles of 64 states a turn
-    prefill_kernel  grid [8 / R row groups, splits]   R rows of one request; N = 32 R
+    grid [splits, rows]: one row a program; two tiles of 64 states a turn
 
 Layout. Pages are read as in gluon_scores.py: a lane has the 16 bytes of one scale group. The trick: the eight
 magnitudes of an e2m1 code, divided by the power of two by which the group's scale lies below the state's
@@ -10,16 +9,17 @@ are 32 bytes of a shared row in the order of the channels, two 16-byte stores th
 state's largest scale multiplies its score; a head's queries are scaled to below 256 and the head's weight
 takes that back. Half the tensor time and half the operand bytes of bf16, and fewer integer instructions.
 
-CHAINS accumulators take the four groups of 32 channels. An e2m1 product is a multiple of 1/4 not above 36, so
-the 32 products of one group fit in 13 bits, whatever its scale: four chains are exact if the tensor core
-keeps 13 bits, one and two are exact only while the scales of a state lie close (1 chain: 2e-5 to 4e-5 of a
-row's norm at worst, measured on a prototype with scales 12 octaves apart). The sum of four chains is fp32.
+Every group of 32 channels has sums of its own. An e2m1 product is a multiple of 1/4 not above 36, so 32 of
+them fit in 13 bits, whatever the group's scale, and the tensor core keeps those: measured error as in bf16.
+The sum of the four groups is fp32, in another order than the bf16 kernel's: a row's last bits differ.
 
 Limits: a group 12 octaves below the state's largest loses its smallest code and one 13 below all of them.
 Queries must be fp4 values (`index_query` with `quantise`) with group scales of a head within 2^13 of each
 other: others are rounded to e4m3. Scale byte 0 counts as zero, 255 as NaN.
 
-One H200: 31.5 us at one row of 1M states, where bf16 needs 35.1; 2.06 ms at 4096 x 32k, where it needs 1.64.
+One H200: 31.5 us at one row of 1M states, where bf16 needs 35.1; at 128k states 7.6, where it needs 7.4. As a
+prefill kernel the design lost (2.06 ms at 4096 x 32k, bf16 1.64); one chain over all groups was the fastest
+of all (29.5 us and 1.23 ms), but keeps 2e-5 of a row's norm only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda.gdc import gdc_launch_dependents, gdc_wait
 
-from dsv41.ops.indexing.gluon_scores import fetch, group_of, locate, sum_heads
+from dsv41.ops.indexing.gluon_scores import fetch, group_of, locate
 
 # A word's eight codes -> two words of e4m3 in the order of the channels, through the magnitudes {lo, hi}.
 LOOK_UP = gl.constexpr(
@@ -92,46 +92,27 @@ def load_queries(q, w, first_head, num_heads, N: gl.constexpr):
 
 
 @gluon.jit
-def group_product(keys, queries, acc, G: gl.constexpr, LENGTH: gl.constexpr, ADD: gl.constexpr):
-    a = keys.slice(32 * G, 32 * LENGTH, 1)
-    b = queries.slice(32 * G, 32 * LENGTH, 1).permute((1, 0))
-    return warpgroup_mma(a, b, acc, use_acc=ADD, is_async=True)
+def group_product(keys, queries, zero, G: gl.constexpr):
+    a = keys.slice(32 * G, 32, 1)
+    b = queries.slice(32 * G, 32, 1).permute((1, 0))
+    return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def start(keys, queries, zero, CHAINS: gl.constexpr):
-    """Sends off the first two chains of key-query products [64, N], or all of them where they are fewer."""
-    if CHAINS == 1:
-        c0 = warpgroup_mma(keys, queries.permute((1, 0)), zero, use_acc=False, is_async=True)
-        c1 = c0
-    else:
-        c0 = group_product(keys, queries, zero, 0, 4 // CHAINS, False)
-        c1 = group_product(keys, queries, zero, 4 // CHAINS, 4 // CHAINS, False)
-    return c0, c1
+def start(keys, queries, zero):
+    """Sends off the products [64, N] of the first two groups."""
+    return group_product(keys, queries, zero, 0), group_product(keys, queries, zero, 1)
 
 
 @gluon.jit
-def finish(c0, c1, keys, queries, zero, CHAINS: gl.constexpr):
-    """-> the products in fp32. A chain of its own group runs beside the addition of the one before."""
-    if CHAINS == 1:
-        s = warpgroup_mma_wait(0, deps=(c0,))
-    elif CHAINS == 2:
-        d0, d1 = warpgroup_mma_wait(0, deps=(c0, c1))
-        s = d0 + d1
-    else:
-        s = warpgroup_mma_wait(1, deps=(c0,))
-        c2 = group_product(keys, queries, zero, 2, 1, False)
-        s = s + warpgroup_mma_wait(1, deps=(c1,))
-        c3 = group_product(keys, queries, zero, 3, 1, False)
-        s = s + warpgroup_mma_wait(1, deps=(c2,))
-        s = s + warpgroup_mma_wait(0, deps=(c3,))
-    return s
-
-
-@gluon.jit
-def products(keys, queries, zero, CHAINS: gl.constexpr):
-    c0, c1 = start(keys, queries, zero, CHAINS)
-    return finish(c0, c1, keys, queries, zero, CHAINS)
+def finish(c0, c1, keys, queries, zero):
+    """-> the products of all groups in fp32. One group's run beside the addition of the one before."""
+    s = warpgroup_mma_wait(1, deps=(c0,))
+    c2 = group_product(keys, queries, zero, 2)
+    s = s + warpgroup_mma_wait(1, deps=(c1,))
+    c3 = group_product(keys, queries, zero, 3)
+    s = s + warpgroup_mma_wait(1, deps=(c2,))
+    return s + warpgroup_mma_wait(0, deps=(c3,))
 
 
 @gluon.jit
@@ -147,7 +128,6 @@ def decode_kernel(
     k32, k8, table, candidates, row_request, lengths, q, w, scores,
     num_rows, table_stride, candidate_stride, stride,
     PAGE: gl.constexpr, S: gl.constexpr, BLOCK: gl.constexpr, MIXED: gl.constexpr, LOOP: gl.constexpr,
-    CHAINS: gl.constexpr,
 ):  # fmt: skip
     """As gluon_scores.decode_kernel, with the keys of both tiles of a turn in shared memory."""
     MMA: gl.constexpr = accumulator(32)
@@ -193,69 +173,15 @@ def decode_kernel(
                 page1, state1 = locate(table, candidates, tile + 2 * step + 1, last, S, BLOCK)
                 fence_async_shared()
                 gl.thread_barrier()
-                c0, c1 = start(keys0, qs, zero, CHAINS)
-                dots = finish(c0, c1, keys0, qs, zero, CHAINS)
-                c0, c1 = start(keys1, qs, zero, CHAINS)  # beside the sums of the first tile
+                c0, c1 = start(keys0, qs, zero)
+                dots = finish(c0, c1, keys0, qs, zero)
+                c0, c1 = start(keys1, qs, zero)  # beside the sums of the first tile
                 store_row(dots, wv, top0, scores, tile, n)
-                dots = finish(c0, c1, keys1, qs, zero, CHAINS)
+                dots = finish(c0, c1, keys1, qs, zero)
                 store_row(dots, wv, top1, scores, tile + 1, n)
         else:
             top0 = put(x0, e0, keys0)
             fence_async_shared()
             gl.thread_barrier()
-            store_row(products(keys0, qs, zero, CHAINS), wv, top0, scores, first, n)
-
-
-@gluon.jit(do_not_specialize=["num_rows", "table_stride"])
-def prefill_kernel(
-    k32, k8, table, row_request, num_states, q, w, scores, num_rows, table_stride, stride,
-    PAGE: gl.constexpr, S: gl.constexpr, R: gl.constexpr, CHAINS: gl.constexpr,
-):  # fmt: skip
-    """As gluon_scores.prefill_kernel, R of the 8 rows of a group a program."""
-    N: gl.constexpr = 32 * R
-    MMA: gl.constexpr = accumulator(N)
-    VECTOR: gl.constexpr = S % 64 != 0
-    part = gl.num_programs(0) - 1 - gl.program_id(0)  # the longest rows first
-    lowest, highest, n = group_of(row_request, num_states, part // (8 // R), num_rows)
-    tiles = (n + 63) // 64
-    share = (tiles + gl.num_programs(1) - 1) // gl.num_programs(1)
-    begin = gl.program_id(1) * share
-    end = gl.minimum(tiles, begin + share)
-    if (lowest == highest) & (begin < end):
-        pages = table + lowest.to(gl.int64) * table_stride
-        last = end * 64 - 1
-        last = gl.minimum(last, n - 1)
-        first_row = part * R
-        page, state = locate(pages, pages, begin, last, S, 0)
-        x, e = fetch(k32, k8, page, state, PAGE, S, VECTOR)
-        page, state = locate(pages, pages, begin + 1, last, S, 0)
-        x_next, e_next = fetch(k32, k8, page, state, PAGE, S, VECTOR)
-        page, state = locate(pages, pages, begin + 2, last, S, 0)
-        qs = gl.allocate_shared_memory(gl.float8e4nv, [N, 128], KEYS)
-        ws = gl.allocate_shared_memory(gl.float32, [N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        for i in gl.static_range(R):  # one row at a time: all of them do not fit in the registers
-            queries, weights = load_queries(q, w, (first_row + i) * 32, num_rows * 32, 32)
-            qs.slice(32 * i, 32).store(queries)
-            ws.slice(32 * i, 32).store(weights)
-        buffer = gl.allocate_shared_memory(gl.float8e4nv, [2, 64, 128], KEYS)
-        top = put(x, e, buffer.index(0))
-        zero = gl.zeros([64, N], gl.float32, layout=MMA)
-        turn = 0
-        for tile in range(begin, end):
-            fence_async_shared()
-            gl.thread_barrier()  # this tile's keys are there, and the products with the other buffer done
-            c0, c1 = start(buffer.index(turn), qs, zero, CHAINS)
-            top_next = put(x_next, e_next, buffer.index(1 - turn))  # beside this tile's products
-            x_next, e_next = fetch(k32, k8, page, state, PAGE, S, VECTOR)
-            page, state = locate(pages, pages, tile + 3, last, S, 0)
-            dots = finish(c0, c1, buffer.index(turn), qs, zero, CHAINS)
-            gl.thread_barrier()
-            s = sum_heads(dots, ws.load(gl.SliceLayout(0, MMA)), R)
-            SL: gl.constexpr = s.type.layout
-            s = s * gl.expand_dims(gl.convert_layout(top, gl.SliceLayout(1, SL)), 1)
-            j = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SL))
-            r = first_row + gl.arange(0, R, layout=gl.SliceLayout(0, SL))
-            at = scores + gl.expand_dims(r, 0).to(gl.int64) * stride + gl.expand_dims(j, 1)
-            gl.store(at, s, mask=gl.expand_dims(r < num_rows, 0))
-            top = top_next
-            turn = 1 - turn
+            c0, c1 = start(keys0, qs, zero)
+            store_row(finish(c0, c1, keys0, qs, zero), wv, top0, scores, first, n)

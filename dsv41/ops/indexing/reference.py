@@ -139,6 +139,7 @@ def select(
     block_states: int,
     record: str,
     page_states: int,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_rows, device = q.shape[0], q.device
     selection = torch.full((num_rows, k), -1, dtype=torch.int32, device=device)

@@ -1,9 +1,9 @@
 """The sparse indexer on Hopper: what runs for which shape, and in which workspace.
 
-Kernels: gluon_scores.py (fp4 keys of the released shape), gluon_e4m3.py (variants of it, for measurements;
-no op takes them), triton_scores.py (queries; every other record and shape), triton_topk.py (selection and
-candidate blocks). All sizes here come from shapes, nothing from device values, so a call may be captured;
-lengths may change between replays.
+Kernels: gluon_scores.py (fp4 keys of the released shape), gluon_e4m3.py (the same for a few very long rows,
+summed in another order, so never under `deterministic`), triton_scores.py (queries; every other record and
+shape), triton_topk.py (selection and candidate blocks). All sizes here come from shapes, nothing from device
+values, so a call may be captured; lengths may change between replays.
 
 Workspace: dense scores of a tile of rows, at most SCORE_BYTES, the survivors of the search (never more than
 the scores) and, where candidates are published, block maxima (an eighth of the scores). So a call holds under
@@ -33,24 +33,19 @@ PLAIN_TILE = 64
 QUERY_HEADS = 4  # of a program that rotates and quantises queries
 GROUP_ROWS = 8  # rows of a prefill group
 FEW_ROWS = 16  # to here rows are scored one by one
+LONG_STATES = 1 << 19  # from here on few rows are scored by e4m3 products
 MANY_ROWS = 64  # from here one CTA selects from a row, below it several
 KINDS = {"mxfp4_68": "mxfp4", "fp8_132": "fp8", "rows_bf16": "rows"}
 
 
 class Variant(NamedTuple):
-    """How fp4 keys are scored. `chains` 0: exact bf16 products, else gluon_e4m3.py's accumulators."""
+    """A decode kernel: registers of a thread, and CTAs an SM by them."""
 
-    chains: int
-    rows: int  # of a program of the prefill kernel
-    prefill_registers: int | None
-    decode_registers: int
-    resident: int  # CTAs of the decode kernel an SM, by those registers
+    registers: int
+    resident: int
 
 
-VARIANTS = MappingProxyType({
-    "bf16": Variant(0, GROUP_ROWS, None, 128, 4),
-    "e4m3_exact": Variant(4, 4, None, 96, 5),
-})  # fmt: skip
+VARIANTS = MappingProxyType({"bf16": Variant(128, 4), "e4m3": Variant(96, 5)})
 
 
 def why_not(hardware: object, record: str | None) -> str | None:
@@ -134,6 +129,7 @@ def select(
     block_states: int,
     record: str,
     page_states: int,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_rows, device = q.shape[0], q.device
     selection = torch.empty((num_rows, k), dtype=torch.int32, device=device)
@@ -155,7 +151,9 @@ def select(
         rows, inside, out = every.part(part), None, scores[: part.stop - first]
         lengths = rows.num_states
         if num_blocks or not listed:
-            score(q[part], weights[part], keys, rows, lengths, None, out, record, 0)
+            long = not deterministic and num_rows <= FEW_ROWS and states >= LONG_STATES
+            way = "e4m3" if long else "bf16"
+            score(q[part], weights[part], keys, rows, lengths, None, out, record, 0, way)
         if num_blocks:
             publish(out, states, lengths, blocks[part], block_states, rows)
         if listed:
@@ -219,14 +217,14 @@ def score(
     variant: str = "bf16",
 ) -> None:
     """scores [t, width] of every column below a row's length; what lies beyond is not defined. `variant`: of
-    the released shape's kernels; all but bf16 take quantised queries only."""
+    the released shape's decode kernels; e4m3 takes FEW_ROWS quantised queries at most."""
     q, weights = q.contiguous(), weights.contiguous()
     num_rows, heads, dim = q.shape
     listed = rows.row_request if candidates is None else candidates  # a pointer that is not read
     listed_stride = 0 if candidates is None else candidates.stride(0)
     states = rows.page_states
     if (heads, dim, record) == (32, 128, "mxfp4_68") and q.is_cuda and keys.stride(0) % 16 == 0:
-        score_fp4(q, weights, keys, rows, lengths, listed, listed_stride, scores, block, VARIANTS[variant])
+        score_fp4(q, weights, keys, rows, lengths, listed, listed_stride, scores, block, variant)
         return
     data, scale = records.regions(record, states, dim, 0)
     plain = record == "rows_bf16"
@@ -251,17 +249,18 @@ def score_fp4(
     listed_stride: int,
     scores: Tensor,
     block: int,
-    variant: Variant,
+    variant: str,
 ) -> None:
     from dsv41.ops.indexing import gluon_e4m3, gluon_scores
 
-    source = gluon_e4m3 if variant.chains else gluon_scores
-    chains = {"CHAINS": variant.chains} if variant.chains else {}
-    registers = {"maxnreg": variant.prefill_registers} if variant.prefill_registers else {}
+    source = gluon_e4m3 if variant == "e4m3" else gluon_scores
     num_rows, tiles = q.shape[0], scores.shape[1] // 64
+    assert variant == "bf16" or num_rows <= FEW_ROWS, f"{num_rows} rows are scored by bf16 products"
     words, table, processors = keys.view(torch.int32), rows.table, _processors(q.device)
     grouped = num_rows > FEW_ROWS and not block
-    waves = variant.resident  # CTAs an SM, so many at a time: two rounds even out the longest rows
+    registers, waves = VARIANTS[
+        variant
+    ]  # CTAs an SM, so many at a time: two rounds even out the longest rows
     waves *= 2 if tiles >= 8192 else 1
     loop = tiles * num_rows > waves * processors
     splits = max(2 if grouped else 1, waves * processors // num_rows)  # no CTA left for a round of its own
@@ -270,16 +269,16 @@ def score_fp4(
         words, keys, table, listed, rows.row_request, lengths, q, weights, scores,
         num_rows, table.stride(0), listed_stride, scores.stride(0),
         keys.stride(0), rows.page_states, block, grouped, loop,
-        num_warps=4, maxnreg=variant.decode_registers, launch_pdl=True, **chains,
+        num_warps=4, maxnreg=registers, launch_pdl=True,
     )  # fmt: skip
     if grouped:
-        parts = triton.cdiv(num_rows, GROUP_ROWS) * (GROUP_ROWS // variant.rows)
+        parts = triton.cdiv(num_rows, GROUP_ROWS)
         splits = max(1, min(triton.cdiv(tiles, 8), triton.cdiv(4 * processors, parts)))
-        source.prefill_kernel[(parts, splits)](
+        gluon_scores.prefill_kernel[(parts, splits)](
             words, keys, table, rows.row_request, rows.num_states, q, weights, scores,
             num_rows, table.stride(0), scores.stride(0),
-            keys.stride(0), rows.page_states, variant.rows,
-            num_warps=4, **registers, **chains,
+            keys.stride(0), rows.page_states, GROUP_ROWS,
+            num_warps=4,
         )  # fmt: skip
 
 
