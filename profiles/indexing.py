@@ -46,8 +46,8 @@ def random_queries(num_rows: int) -> torch.Tensor:
 
 
 def errors(variant: str) -> list[dict[str, object]]:
-    """Of 1 row (decode kernel) and, in bf16, of 24 rows (prefill kernel): the norm of the difference from float64 over
-    that of the same sums without signs, and the largest difference over the row's standard deviation."""
+    """Of 1 row (decode kernel) and, in bf16, of 24 rows (prefill kernel): the norm of the difference from
+    float64 over that of the same sums without signs, and the largest difference over the row's deviation."""
     results = []
     for octaves in (0, 3, 9):
         for num_rows in (1, 24) if variant == "bf16" else (1,):

@@ -28,7 +28,7 @@ wheel's kernels assert; nothing has run there.
 from __future__ import annotations
 
 from types import MappingProxyType, ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,7 +132,8 @@ def page_view(cache: Tensor, record: str, page_states: int) -> Tensor:
 
 def full_list(slots: Tensor, tile: int) -> Tensor:
     """int32 [T, N] -> contiguous [T, 1, M], M the next multiple of the tile, filled with -1."""
-    return pad(slots, (0, -slots.shape[1] % tile), value=-1).contiguous().unsqueeze(1)
+    short = -slots.shape[1] % tile
+    return (pad(slots, (0, short), value=-1) if short else slots).contiguous().unsqueeze(1)
 
 
 def chunks(rows: int, step: int) -> list[slice]:
@@ -200,7 +201,8 @@ def _with_heads(q: Tensor, sink: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     q = pad(q, (0, 0, 0, more)) if more > 0 else q[:, :heads]
     if q.stride(2) != 1 or (q.stride(0) | q.stride(1)) % 8 or q.data_ptr() % 16:  # they are read by TMA
         q = q.contiguous()
-    return q, pad(sink.float(), (0, heads - sink.shape[0]), value=-torch.inf).contiguous()
+    short = heads - sink.shape[0]
+    return q, (pad(sink.float(), (0, short), value=-torch.inf) if short else sink.float()).contiguous()
 
 
 def _with_one_token(q: Tensor) -> Tensor:
@@ -210,31 +212,38 @@ def _with_one_token(q: Tensor) -> Tensor:
 
 def _decode(q: Tensor, lists: Lists, sink: Tensor, unsplit: bool) -> Tensor:
     """q [T, 64 or 128, d] -> o of the same shape, from the paged records."""
-    flash_mla = _package()
+    parts = []
+    for arguments in decode_calls(q, lists, sink, unsplit):
+        out, _ = _package().flash_mla_with_kvcache(**arguments)
+        parts.append(out.squeeze(1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def decode_calls(q: Tensor, lists: Lists, sink: Tensor, unsplit: bool) -> list[dict[str, Any]]:
+    """The arguments of the package's decode calls, for at most DECODE_ROWS rows each. A schedule is filled by
+    the first call with it."""
     which = {"use_legacy": True, "kv_format": "V4"} if FORMATS[lists[0][2]].legacy else {}
     which |= {"enable_batch_invariant": True} if unsplit else {}
     views = [page_view(cache, record, page) for cache, _, record, page in lists]
     slots = [full_list(listed, DECODE_TILE) for _, listed, _, _ in lists]
-    parts = []
-    for rows in chunks(q.shape[0], DECODE_ROWS):
-        schedule, _ = flash_mla.get_mla_metadata()
-        out, _ = flash_mla.flash_mla_with_kvcache(
-            q=_with_one_token(q[rows]),
-            k_cache=views[0],
-            block_table=None,
-            cache_seqlens=None,
-            head_dim_v=HEAD_DIM,
-            tile_scheduler_metadata=schedule,
-            softmax_scale=HEAD_DIM**-0.5,
-            is_fp8_kvcache=True,
-            indices=slots[0][rows],
-            attn_sink=sink,
-            extra_k_cache=views[1] if len(lists) > 1 else None,
-            extra_indices_in_kvcache=slots[1][rows] if len(lists) > 1 else None,
+    return [
+        {
+            "q": _with_one_token(q[rows]),
+            "k_cache": views[0],
+            "block_table": None,
+            "cache_seqlens": None,
+            "head_dim_v": HEAD_DIM,
+            "tile_scheduler_metadata": _package().get_mla_metadata()[0],
+            "softmax_scale": HEAD_DIM**-0.5,
+            "is_fp8_kvcache": True,
+            "indices": slots[0][rows],
+            "attn_sink": sink,
+            "extra_k_cache": views[1] if len(lists) > 1 else None,
+            "extra_indices_in_kvcache": slots[1][rows] if len(lists) > 1 else None,
             **which,
-        )
-        parts.append(out.squeeze(1))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        }
+        for rows in chunks(q.shape[0], DECODE_ROWS)
+    ]
 
 
 def _prefill(q: Tensor, lists: Lists, sink: Tensor) -> Tensor:
