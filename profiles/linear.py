@@ -1,19 +1,22 @@
 """How long the linear family's products take at the release's sizes: replayed graphs, bytes, percent of roof.
 
     python profiles/linear.py [--rows 1 8 64 4096] [--cases wq_b head] [--deterministic]
-                              [--set FEW_ROWS=64 FUSED_ROWS=4] [--output linear.jsonl]
+                              [--set FEW_ROWS=64 FUSED_ROWS=4] [--variants STACKED=0 STACKED=1,OVERLAP=0]
+                              [--output linear.jsonl]
 
 Each line times one product at one number of rows in a CUDA graph of many launches, over weights that exceed
 the L2 cache together; all that the op does is in it (quantisation or rotation, adding splits). `cuBLAS` is
 torch.mm (or torch.bmm) on bf16 weights of the same shape and ready activations. `must` and `aim` are the
 targets of this machine. The read roof is timed in the same run. `--set` changes a constant of the
 implementation for this run, so that variants can be compared; `plan` in the JSON lines says what ran.
+`--variants` times every case once more with each of the given changes, beside the one without.
 Synthetic: random codes, scales and activations.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterator
@@ -80,14 +83,44 @@ def blas(kind: str, n: int, k: int, rows: int) -> Call:
     return lambda: torch.mm(x, weight.mT)
 
 
-def repeated(make: Callable[[], Call], weight_bytes: int, rows: int) -> float:
-    """Median microseconds over as many weights as the L2 cache cannot hold."""
-    sets = sets_beyond_l2(weight_bytes, 40) if weight_bytes >= 1 << 20 else 1
-    calls = [make() for _ in range(sets)]
-    return statistics.median(time_us(calls, max(2 * sets, 4 if rows >= 1024 else 16), 15))
+def many_calls(make: Callable[[], Call], weight_bytes: int) -> list[Call]:
+    """Calls on as many weights as the L2 cache cannot hold."""
+    return [make() for _ in range(sets_beyond_l2(weight_bytes, 40) if weight_bytes >= 1 << 20 else 1)]
 
 
-def measure(names: list[str], row_counts: list[int], deterministic: bool, with_blas: bool) -> Iterator[dict]:
+def repeated(calls: list[Call], rows: int) -> float:
+    """Median microseconds of one of the calls, taken in turn."""
+    return statistics.median(time_us(calls, max(2 * len(calls), 4 if rows >= 1024 else 16), 15))
+
+
+def settings(text: str) -> dict[str, int]:
+    """ "STACKED=0,LEAN=0" -> the implementation's constants and their values. ValueError for others."""
+    kernel = implementation("linear", "gluon")
+    values = {}
+    for item in filter(None, text.split(",")):
+        name, _, value = item.partition("=")
+        if not isinstance(getattr(kernel, name, None), int):
+            raise ValueError(f"the implementation has no constant {name}")
+        values[name] = type(getattr(kernel, name))(int(value))
+    return values
+
+
+@contextlib.contextmanager
+def changed(values: dict[str, int]) -> Iterator[None]:
+    kernel = implementation("linear", "gluon")
+    before = {name: getattr(kernel, name) for name in values}
+    for name, value in values.items():
+        setattr(kernel, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(kernel, name, value)
+
+
+def measure(
+    names: list[str], row_counts: list[int], variants: list[str], deterministic: bool, with_blas: bool
+) -> Iterator[dict]:
     kernel = implementation("linear", "gluon")
     bandwidth = read_bandwidth()
     yield {"read_tb_s": bandwidth / 1e12, **device()}
@@ -96,26 +129,32 @@ def measure(names: list[str], row_counts: list[int], deterministic: bool, with_b
         groups = GROUPS if kind == "grouped" else 1
         weight_bytes = n * k * 2 if kind == "bf16" else n * k + n * k // 1024
         for rows in row_counts:
-            us = repeated(lambda: build(kind, n, k, rows, deterministic), weight_bytes, rows)  # noqa: B023
+            calls = many_calls(lambda: build(kind, n, k, rows, deterministic), weight_bytes)  # noqa: B023
             size = weight_bytes + rows * (k * groups * 2 + n * (4 if kind == "bf16" else 2))
-            result = {
-                "case": name,
-                "rows": rows,
-                "us": us,
-                **of_roof(us, size, bandwidth),
-                "tflop_s": 2 * rows * n * k / us / 1e6,
-                "deterministic": deterministic,
-            }
-            if kind != "bf16":
-                way = kernel.plan(n // groups, k, groups, rows, deterministic)
-                many = rows > kernel.FEW_ROWS and not deterministic
-                result["plan"] = None if many else dataclasses.asdict(way) | {"stages": way.stages}
-            if targets and rows in (1, 8):
-                result |= {"must": targets[0] if rows == 1 else targets[2], "aim": targets[1]}
-            if with_blas:
-                blas_bytes = n * k * 2
-                result["cublas_us"] = repeated(lambda: blas(kind, n, k, rows), blas_bytes, rows)  # noqa: B023
-            yield result
+            for variant in ["", *variants]:
+                with changed(settings(variant)):
+                    us = repeated(calls, rows)
+                    result = {
+                        "case": name,
+                        "rows": rows,
+                        "us": us,
+                        **of_roof(us, size, bandwidth),
+                        "tflop_s": 2 * rows * n * k / us / 1e6,
+                        "deterministic": deterministic,
+                        "variant": variant,
+                    }
+                    if kind != "bf16":
+                        way = kernel.plan(n // groups, k, groups, rows, deterministic)
+                        many = rows > kernel.FEW_ROWS and not deterministic
+                        result["plan"] = None if many else dataclasses.asdict(way) | {"stages": way.stages}
+                if targets and rows in (1, 8):
+                    result |= {"must": targets[0] if rows == 1 else targets[2], "aim": targets[1]}
+                if with_blas and not variant:
+                    blas_calls = many_calls(lambda: blas(kind, n, k, rows), n * k * 2)  # noqa: B023
+                    result["cublas_us"] = repeated(blas_calls, rows)
+                    del blas_calls
+                yield result
+            del calls
             torch.cuda.empty_cache()
 
 
@@ -130,7 +169,7 @@ def card(result: dict) -> str:
     if "must" in result:
         verdict = "met" if result["us"] <= result["must"] else "MISSED"
         line += f"  must {result['must']} ({verdict}) aim {result['aim']}"
-    return line
+    return line + (f"  {result['variant']}" if result["variant"] else "")
 
 
 def main() -> None:
@@ -142,16 +181,28 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--no-blas", action="store_true", help="leave cuBLAS out")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="constants of the family")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE,...",
+        help="timed beside it, one after another",
+    )
     parser.add_argument("--output", type=Path, help="one JSON object a line")
     arguments = parser.parse_args()
-    for item in arguments.set:
-        name, value = item.split("=")
-        kernel = implementation("linear", "gluon")
-        if not isinstance(getattr(kernel, name, None), int):
-            parser.error(f"--set: the implementation has no constant {name}")
-        setattr(kernel, name, type(getattr(kernel, name))(int(value)))
-    results = measure(arguments.cases, arguments.rows, arguments.deterministic, not arguments.no_blas)
-    report(results, card, arguments.output)
+    try:
+        chosen, *_ = [settings(text) for text in [",".join(arguments.set), *arguments.variants]]
+    except ValueError as error:
+        parser.error(str(error))
+    with changed(chosen):
+        results = measure(
+            arguments.cases,
+            arguments.rows,
+            arguments.variants,
+            arguments.deterministic,
+            not arguments.no_blas,
+        )
+        report(results, card, arguments.output)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def test_equals_the_reference(rows: int, dim: int, dtype: torch.dtype) -> None:
         normal((dim,), seed=7).bfloat16(),
         torch.empty(rows, dim, dtype=dtype),
     )
-    norm_kernel[(rows,)](x, norm, out, x.stride(0), EPS, D=dim, BLOCK=2048, EARLY=False)
+    norm_kernel[(rows,)](x, norm, out, x.stride(0), EPS, D=dim, BLOCK=2048, EARLY=False, STACKED=False)
     check(out, reference.rms_norm(x, norm, EPS))
 
 
@@ -68,7 +68,7 @@ def test_equals_the_reference(rows: int, dim: int, dtype: torch.dtype) -> None:
 def test_compiled_for_hopper() -> None:
     from dsv41.ops.linear.triton_norm import norm_kernel
 
-    constants = {"D": 1280, "BLOCK": 2048, "EARLY": True}
+    constants = {"D": 1280, "BLOCK": 2048, "EARLY": True, "STACKED": True}
     types = {"x": "*bf16", "norm": "*bf16", "out": "*bf16", "eps": "fp32"}
     compiled = compile_sm90(norm_kernel, constants, types, aligned=("x_row",), num_warps=8, launch_pdl=True)
     assert "LOCAL:0" in compiled.usage

@@ -51,6 +51,11 @@ WIDEN_ELEMENTS = 1 << 27  # of the weight widened at a time: 256 MB of scratch
 STREAM_N, STREAM_K = 64, 128
 MOST_CTAS, MOST_STAGES = 5, 10  # of an SM, of a CTA's ring
 EARLY = True  # programmatic launch: the weight is on its way while the kernel before still runs
+# How the skinny kernel works, to be compared by profiles/linear.py; see skinny_kernel.
+STACKED = True  # it, and what follows it, lets the next kernel start before its own wait
+EXACT_CHUNKS = 8  # up to so many chunks a CTA, x is made of no more columns than there are; 0: passes of 512
+LEAN = True  # no barriers for stages that are used once
+OVERLAP = 2  # a half chunk is decoded while the one before is multiplied: 1 within a chunk, 2 across chunks
 
 
 @dataclass(frozen=True)
@@ -70,9 +75,26 @@ class Plan:
     ctas: int
 
     @property
+    def exact(self) -> bool:
+        """x is made of no more columns than there are."""
+        most = RESIDENT_CHUNKS if self.live == 1 else EXACT_CHUNKS
+        return self.fused and EXACT_CHUNKS > 0 and self.live in (1, 8) and self.chunks <= most
+
+    @property
+    def x_chunks(self) -> int:
+        """Chunks of x that a CTA has room for, if it prepares x."""
+        at_once = 1 if self.exact else 4
+        return triton.cdiv(self.chunks, at_once) * at_once
+
+    @property
+    def refill(self) -> int:
+        """How the kernel fills stages again."""
+        return 2 if not LEAN else int(self.stages < self.chunks)
+
+    @property
     def stages(self) -> int:
         """Of 8 KB and ready rows: as many CTAs an SM as the grid gives it, if each has three under way."""
-        x_bytes = triton.cdiv(self.chunks, 4) * 8192 if self.fused else 0
+        x_bytes = self.x_chunks * 2048 if self.fused else 0
         stage_bytes = 8192 + (0 if self.fused else 256 * self.rows)
         stages = 1
         for resident in range(min(MOST_CTAS, triton.cdiv(self.ctas, SMS)), 0, -1):
@@ -130,7 +152,8 @@ def plan(n: int, k: int, groups: int, num_rows: int, deterministic: bool) -> Pla
     splits = split_count(tiles, steps, RESIDENT_CHUNKS)
     chunks = triton.cdiv(steps, splits)
     if fused:
-        return Plan(True, 1, 8, 2 if num_rows <= 2 else 8, splits, chunks, tiles * splits)
+        live = 1 if num_rows == 1 and EXACT_CHUNKS else 2 if num_rows <= 2 else 8
+        return Plan(True, 1, 8, live, splits, chunks, tiles * splits)
     rows = FIXED_ROWS if deterministic else max(16, min(64, triton.next_power_of_2(num_rows)))
     return Plan(False, 1, rows, rows, splits, chunks, tiles * splits * triton.cdiv(num_rows, rows))
 
@@ -205,6 +228,7 @@ def add_splits(part: Tensor, out: Tensor) -> None:
         SPLITS=part.shape[0],
         BLOCK=block,
         EARLY=True,
+        STACKED=STACKED,
         num_warps=block // 128,
         launch_pdl=True,
     )
@@ -216,7 +240,8 @@ def skinny_constants(weight: Tensor, groups: int, way: Plan) -> dict[str, int]:
     n, k = weight.shape[0] // groups, weight.shape[1]
     padded = way.splits * way.chunks * skinny.CHUNK
     values = (n, k, groups, way.parts, way.rows, way.live, way.splits, way.chunks, way.stages, padded)
-    return dict(zip(names, values, strict=True))
+    how = {"STACKED": STACKED, "EXACT": way.exact, "OVERLAP": OVERLAP, "REFILL": way.refill}
+    return dict(zip(names, values, strict=True)) | how
 
 
 def boxes(weight: Tensor, parts: int) -> TensorDescriptor:
@@ -348,7 +373,8 @@ def _dots(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     two = x.shape[0] == 2
     dots.dots_kernel[(triton.cdiv(n, dots.BLOCK_ROWS),)](
         x, weight, out, x.stride(0), n, K=k, TWO=two,
-        GROUP=dots.TWO_ROWS_TILES if two else dots.ONE_ROW_TILES, num_warps=4, launch_pdl=EARLY,
+        GROUP=dots.TWO_ROWS_TILES if two else dots.ONE_ROW_TILES, STACKED=STACKED, num_warps=4,
+        launch_pdl=EARLY,
     )  # fmt: skip
     return out
 

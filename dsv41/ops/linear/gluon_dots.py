@@ -44,16 +44,22 @@ def _load_x(x, k, first: gl.constexpr, K: gl.constexpr):
 
 
 @gluon.jit
-def dots_kernel(x, weight, out, x_row, N, K: gl.constexpr, TWO: gl.constexpr, GROUP: gl.constexpr):
-    """x bf16 [1 or 2, K], weight bf16 [N, K] -> out [1 or 2, N]."""
+def dots_kernel(
+    x, weight, out, x_row, N, K: gl.constexpr, TWO: gl.constexpr, GROUP: gl.constexpr, STACKED: gl.constexpr
+):
+    """x bf16 [1 or 2, K], weight bf16 [N, K] -> out [1 or 2, N]. STACKED: the next kernel may start before
+    this one's wait."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 2], [1, 0])
     n = gl.program_id(0) * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, L))
     k = gl.arange(0, BK, layout=gl.SliceLayout(0, L))
     base = weight + gl.expand_dims(n.to(gl.int64) * K, 1)
     live = gl.expand_dims(n < N, 1)
     tiles = _load_weights(base, k, live, 0, GROUP, K)
+    if STACKED:
+        gdc_launch_dependents()
     gdc_wait()
-    gdc_launch_dependents()
+    if not STACKED:
+        gdc_launch_dependents()
     sums = gl.zeros([BN, BK], gl.float32, L)
     more = gl.zeros([BN, BK], gl.float32, L)
     for first in gl.static_range(0, K, GROUP * BK):

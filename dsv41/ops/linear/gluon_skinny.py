@@ -25,8 +25,9 @@ Everything is 2^-64 too small until the end, which keeps the factors inside bf16
 bytes from 74 to 198 (2^-53 ... 2^71); smaller ones may flush codes to zero, larger ones count as NaN. NaN
 codes of the weight count as 480.
 
-Programmatic launch: weights and scales are read before the wait for the kernel before. That kernel must not
-write them.
+Programmatic launch: weights and scales are read before the wait for the kernel before. No kernel that may
+still run may write them: the one before can itself have been started early (`STACKED`). Every CTA waits, so
+that this kernel ends after all before it, and whatever waits for this one may read their results.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 from triton.language.extra.cuda.gdc import gdc_launch_dependents, gdc_wait
 
@@ -100,16 +102,45 @@ def blocks_of(parts):
 
 @gluon.jit
 def _fragment(words, factor_s, Q: gl.constexpr, MMA: gl.constexpr):
-    """int32 [R, Q, 32], factors in shared memory [blocks, Q, 4] -> bf16 [64, 128], A in its order of K."""
+    """int32 [R, Q, 32], factors in shared memory [blocks, Q, 4] -> bf16 [64, 128], A in its order of K.
+
+    The same of half a chunk.
+    """
     B: gl.constexpr = blocks_of(Q)
-    w = gl.reshape(words, [B, ROWS // (B * Q), Q, 4, 8])
+    HALVES: gl.constexpr = words.shape[2] // 16
+    w = gl.reshape(words, [B, ROWS // (B * Q), Q, 2 * HALVES, 8])
     factor = factor_s.load(gl.SliceLayout(1, gl.SliceLayout(4, w.type.layout)))
     factor, _ = gl.broadcast(gl.expand_dims(gl.expand_dims(factor, 1), 4), w)
     v0, v1, v2, v3 = gl.inline_asm_elementwise(
         _CODES, "=&r,=&r,=&r,=&r,r,r,r,r", [w, factor], dtype=FOUR, is_pure=True, pack=2)  # fmt: skip
     v = gl.join(gl.join(v0, v1), gl.join(v2, v3))
-    v = gl.permute(gl.reshape(v, [8, 2, 2, 2, 2, 4, 2, 2, 2, 2]), A_ORDER.value)
-    return gl.convert_layout(gl.reshape(v, [ROWS, 128]), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+    v = gl.permute(gl.reshape(v, [8, 2, 2, 2, HALVES, 4, 2, 2, 2, 2]), A_ORDER.value)
+    v = gl.reshape(v, [ROWS, 64 * HALVES])
+    return gl.convert_layout(v, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _halves(words):
+    """Words of a chunk [R, Q, 32] -> those of its halves."""
+    R: gl.constexpr = words.shape[0]
+    Q: gl.constexpr = words.shape[1]
+    return gl.split(gl.permute(gl.reshape(words, [R, Q, 2, 16]), (0, 1, 3, 2)))
+
+
+@gluon.jit
+def _add_halves(words, f_s, x_low, x_high, acc, Q: gl.constexpr, MMA: gl.constexpr, OVERLAP: gl.constexpr):
+    """acc + a chunk's products, a half at a time, so that one half is decoded while the other is multiplied.
+
+    x_low, x_high: [columns, 64]. OVERLAP 1: nothing is under way at the end. 2: the second half is.
+    """
+    low, high = _halves(words)
+    a = _fragment(low, f_s.slice(0, 2, dim=2), Q, MMA)
+    acc = warpgroup_mma(a, x_low.permute((1, 0)), acc, is_async=True)
+    if OVERLAP == 2:
+        acc = warpgroup_mma_wait(1, deps=(acc,))  # the half before this one: its registers are free
+    b = _fragment(high, f_s.slice(2, 2, dim=2), Q, MMA)
+    acc = warpgroup_mma(b, x_high.permute((1, 0)), acc, is_async=True)
+    return warpgroup_mma_wait(OVERLAP - 1, deps=(acc,))
 
 
 @gluon.jit
@@ -171,7 +202,6 @@ def _fill_x(x, x_row, cos_sin, num_rows, column, first, x_s, K: gl.constexpr, Q:
 
     Only LIVE columns of wgmma are made; the others repeat them, and their sums are not stored.
     """
-    NT: gl.constexpr = 8 // Q
     L: gl.constexpr = (
         gl.BlockedLayout([1, 4], [4, 8], [2, 2], [1, 0])
         if LIVE == 8
@@ -183,16 +213,7 @@ def _fill_x(x, x_row, cos_sin, num_rows, column, first, x_s, K: gl.constexpr, Q:
         pair = first * 64 + i * 256 + inner
         words = ahead
         ahead = _load_x(x, x_row, num_rows, column, pair + 256, K, Q, LIVE, L)
-        even = (words << 16).to(gl.float32, bitcast=True)
-        odd = (words & -65536).to(gl.float32, bitcast=True)
-        if KIND == QUANTISE:
-            even, odd = _quantised(even, odd)
-        else:
-            n = gl.arange(0, LIVE, layout=gl.SliceLayout(1, L))
-            live = gl.expand_dims(n % NT < num_rows, 1) & gl.expand_dims(pair < K // Q // 2, 0)
-            angles = gl.expand_dims(cos_sin + (n % NT).to(gl.int64) * ROPE, 1)
-            channel = gl.expand_dims(n // NT * (K // Q // 2), 1) + gl.expand_dims(pair, 0)
-            even, odd = _turned(even, odd, angles, live, channel, D, ROPE)
+        even, odd = _made(words, cos_sin, num_rows, pair, K, Q, KIND, D, ROPE, L)
         even = gl.convert_layout(even, L, assert_trivial=True)
         odd = gl.convert_layout(odd, L, assert_trivial=True)
         v = gl.join(even.to(gl.bfloat16), odd.to(gl.bfloat16))
@@ -202,6 +223,104 @@ def _fill_x(x, x_row, cos_sin, num_rows, column, first, x_s, K: gl.constexpr, Q:
             every = gl.full([8 // LIVE, LIVE, 512], 0.0, gl.bfloat16, v.type.layout)
             v, _ = gl.broadcast(v, every)
         x_s.index(i).store(gl.reshape(v, [8, 512]))
+
+
+@gluon.jit
+def _made(words, cos_sin, num_rows, pair, K: gl.constexpr, Q: gl.constexpr, KIND: gl.constexpr,
+          D: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr):  # fmt: skip
+    """Words of x -> its pairs in fp32, quantised or turned back; pair counts within a part of K."""
+    NT: gl.constexpr = 8 // Q
+    even = (words << 16).to(gl.float32, bitcast=True)
+    odd = (words & -65536).to(gl.float32, bitcast=True)
+    if KIND == QUANTISE:
+        even, odd = _quantised(even, odd)
+    else:
+        n = gl.arange(0, words.shape[0], layout=gl.SliceLayout(1, L))
+        live = gl.expand_dims(n % NT < num_rows, 1) & gl.expand_dims(pair < K // Q // 2, 0)
+        angles = gl.expand_dims(cos_sin + (n % NT).to(gl.int64) * ROPE, 1)
+        channel = gl.expand_dims(n // NT * (K // Q // 2), 1) + gl.expand_dims(pair, 0)
+        even, odd = _turned(even, odd, angles, live, channel, D, ROPE)
+    return even, odd
+
+
+@gluon.constexpr_function
+def _pieces(chunks):
+    """A number of chunks as powers of two of at most 8, the largest first."""
+    return [8] * (chunks // 8) + [1 << bit for bit in (2, 1, 0) if chunks >> bit & 1]
+
+
+@gluon.constexpr_function
+def pieces(chunks):
+    return len(_pieces(chunks))
+
+
+@gluon.constexpr_function
+def piece_size(chunks, piece):
+    return _pieces(chunks)[piece]
+
+
+@gluon.constexpr_function
+def piece_start(chunks, piece):
+    """The piece's first chunk."""
+    return sum(_pieces(chunks)[:piece])
+
+
+@gluon.constexpr_function
+def piece_layout(live, size):
+    """Of a piece's words [live, 64 * size]: a thread has as much as it can of one block of 32 channels."""
+    if live == 8:
+        return gl.BlockedLayout([1, 4], [4, 8], [2, 2], [1, 0])
+    return gl.BlockedLayout([1, min(4, max(1, size // 2))], [1, 32], [1, 4], [1, 0])
+
+
+@gluon.jit
+def _load_piece(x, x_row, num_rows, column, first, K: gl.constexpr, Q: gl.constexpr, LIVE: gl.constexpr,
+                CHUNKS: gl.constexpr, PIECE: gl.constexpr):  # fmt: skip
+    SIZE: gl.constexpr = piece_size(CHUNKS, PIECE)
+    L: gl.constexpr = piece_layout(LIVE, SIZE)
+    inner = gl.arange(0, 64 * SIZE, layout=gl.SliceLayout(0, L))
+    pair = (first + piece_start(CHUNKS, PIECE)) * 64 + inner
+    return _load_x(x, x_row, num_rows, column, pair, K, Q, LIVE, L)
+
+
+@gluon.jit
+def _store_piece(words, cos_sin, num_rows, first, x_s, K: gl.constexpr, Q: gl.constexpr, LIVE: gl.constexpr,
+                 CHUNKS: gl.constexpr, PIECE: gl.constexpr, KIND: gl.constexpr, D: gl.constexpr,
+                 ROPE: gl.constexpr):  # fmt: skip
+    SIZE: gl.constexpr = piece_size(CHUNKS, PIECE)
+    START: gl.constexpr = piece_start(CHUNKS, PIECE)
+    L: gl.constexpr = piece_layout(LIVE, SIZE)
+    inner = gl.arange(0, 64 * SIZE, layout=gl.SliceLayout(0, L))
+    pair = (first + START) * 64 + inner
+    even, odd = _made(words, cos_sin, num_rows, pair, K, Q, KIND, D, ROPE, L)
+    even = gl.convert_layout(even, L, assert_trivial=True)
+    odd = gl.convert_layout(odd, L, assert_trivial=True)
+    v = gl.join(even.to(gl.bfloat16), odd.to(gl.bfloat16))
+    v = gl.permute(gl.reshape(v, [LIVE, 2 * SIZE, 4, 2, 2, 2, 2]), X_ORDER.value)
+    if LIVE == 1:
+        # The first row of a half chunk is 128 bytes which the swizzle leaves in place.
+        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        rows = x_s.index(2 * START)._reinterpret(gl.bfloat16, [2 * SIZE, 512], PLAIN).slice(0, 64, dim=1)
+        rows.store(gl.reshape(v, [2 * SIZE, 64]))
+    else:
+        rows = x_s.index(2 * START)._reinterpret(gl.bfloat16, [8, 128 * SIZE], x_s.layout)
+        rows.store(gl.reshape(v, [8, 128 * SIZE]))
+
+
+@gluon.jit
+def _fill_exact(x, x_row, cos_sin, num_rows, column, first, x_s, K: gl.constexpr, Q: gl.constexpr,
+                LIVE: gl.constexpr, CHUNKS: gl.constexpr, KIND: gl.constexpr, D: gl.constexpr,
+                ROPE: gl.constexpr):  # fmt: skip
+    """As `_fill_x`, of no more columns than there are, all of them on their way before the first is used.
+
+    x_s: the halves of the chunks [2 * CHUNKS, 8, 64]. LIVE 8: all columns of wgmma. LIVE 1: the first one
+    alone; what the others hold is never looked at. In few pieces, as there is a barrier between two of them.
+    """
+    words = ()
+    for i in gl.static_range(pieces(CHUNKS)):
+        words = words + (_load_piece(x, x_row, num_rows, column, first, K, Q, LIVE, CHUNKS, i),)  # noqa: RUF005
+    for i in gl.static_range(pieces(CHUNKS)):
+        _store_piece(words[i], cos_sin, num_rows, first, x_s, K, Q, LIVE, CHUNKS, i, KIND, D, ROPE)
 
 
 @gluon.jit
@@ -232,6 +351,40 @@ def _copy_x(x, full, x_s, stage, row, column, pred):
 
 
 @gluon.jit
+def _store_factors(scales, f_s):
+    """Scale bytes -> 2^(scale - 127 + 120 - 64), twice in a word."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    factors = gl.where(scales > 198, 0x7FC0, (scales + 56) << 7) * 0x10001
+    f_s._reinterpret(gl.int32, [scales.shape[0]], FLAT).store(factors)
+
+
+@gluon.jit
+def _refill(source, full, w_s, ahead, stage, CHUNKS: gl.constexpr, REFILL: gl.constexpr):
+    """Chunk `ahead` of the weight, if there is one, into a stage whose words this warp has: once all have."""
+    weight, row, first = source
+    if REFILL == 2:
+        gl.thread_barrier()
+        _copy_weight(weight, full, w_s, stage, row, first + ahead, ahead < CHUNKS, 8192)
+    elif REFILL == 1:  # noqa: SIM102 (known when compiled, and the next is not)
+        if ahead < CHUNKS:
+            gl.thread_barrier()
+            _copy_weight(weight, full, w_s, stage, row, first + ahead, True, 8192)
+
+
+@gluon.jit
+def _add_chunk(words, f_s, x_s, acc, i, Q: gl.constexpr, MMA: gl.constexpr, OVERLAP: gl.constexpr):
+    """acc + the products of chunk i with the x that this CTA has made."""
+    if OVERLAP > 0:
+        low, high = x_s.index(2 * i), x_s.index(2 * i + 1)
+        acc = _add_halves(words, f_s.index(i), low, high, acc, Q, MMA, OVERLAP)
+    else:
+        x_chunks = x_s._reinterpret(gl.bfloat16, [x_s.shape[0] // 2, 8, 128], x_s.layout)
+        a = _fragment(words, f_s.index(i), Q, MMA)
+        acc = warpgroup_mma(a, x_chunks.index(i).permute((1, 0)), acc)
+    return acc
+
+
+@gluon.jit
 def _sums(acc, Q: gl.constexpr):
     """The A operand's sums fp32 [64, columns] -> [R, NT]: rows in their order, equal parts of K added."""
     COLUMNS: gl.constexpr = acc.shape[1]
@@ -253,13 +406,18 @@ def skinny_kernel(
     weight, ready, x, scale, cos_sin, out, part, num_rows, x_row,
     N: gl.constexpr, K: gl.constexpr, GROUPS: gl.constexpr, Q: gl.constexpr, NT: gl.constexpr,
     LIVE: gl.constexpr, SPLITS: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
-    D: gl.constexpr, ROPE: gl.constexpr, PADDED: gl.constexpr,
+    D: gl.constexpr, ROPE: gl.constexpr, PADDED: gl.constexpr, STACKED: gl.constexpr, EXACT: gl.constexpr,
+    OVERLAP: gl.constexpr, REFILL: gl.constexpr,
 ):  # fmt: skip
     """weight: boxes [64 / Q, Q, 32] of words [GROUPS * N, Q, K / Q / 4]; scale [GROUPS * N / 32, K / 32].
 
     x bf16 [T, GROUPS * K], x_row words apart, or `ready`: boxes [NT, 128] of bf16 [T, GROUPS * PADDED].
     out bf16 [T, GROUPS * N], or part fp32 [SPLITS, T, GROUPS * N] if K is split; a split has CHUNKS chunks.
     Beyond a group's K the weight's boxes are zero, and so is x: K need not be a multiple of 128.
+
+    STACKED: the next kernel may start once this one's first copies have been asked for, before its wait.
+    EXACT: `_fill_exact`. OVERLAP: 0: none, else see `_add_halves`. REFILL: stages are 0: used once, 1: filled
+    again behind a branch, 2: under a predicate.
     """
     R: gl.constexpr = ROWS // Q
     COLUMNS: gl.constexpr = Q * NT
@@ -281,39 +439,40 @@ def skinny_kernel(
         x_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, NT, 128], SWIZZLED)
     else:
         PASSES: gl.constexpr = (CHUNKS + 3) // 4
-        x_s = gl.allocate_shared_memory(gl.bfloat16, [PASSES * 4, 8, 128], SWIZZLED)
+        X_CHUNKS: gl.constexpr = CHUNKS if EXACT else PASSES * 4
+        x_s = gl.allocate_shared_memory(gl.bfloat16, [X_CHUNKS * 2, 8, 64], SWIZZLED)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
+    scales = _load_scales(scale, row, GROUPS * N, first, K, Q, TABLE)  # they come from far away
     for i in gl.static_range(STAGES):
         _copy_weight(weight, full, w_s, i, row, first + i, i < CHUNKS, BYTES)
-    scales = _load_scales(scale, row, GROUPS * N, first, K, Q, TABLE)
+    if STACKED:
+        gdc_launch_dependents()
     gdc_wait()
-    gdc_launch_dependents()
+    if not STACKED:
+        gdc_launch_dependents()
     if KIND == READY:
         column = group * PADDED + first * 128
         for i in gl.static_range(STAGES):
             _copy_x(ready, full, x_s, i, first_row, column + i * 128, i < CHUNKS)
+    elif EXACT:
+        _fill_exact(x, x_row, cos_sin, num_rows, group * K, first, x_s, K, Q, LIVE, X_CHUNKS, KIND, D, ROPE)
+        fence_async_shared()
     else:
         wide = x_s._reinterpret(gl.bfloat16, [PASSES, 8, 512], SWIZZLED)
         _fill_x(x, x_row, cos_sin, num_rows, group * K, first, wide, K, Q, LIVE, PASSES, KIND, D, ROPE)
         fence_async_shared()
-    # Not before x: the scales come from far away.
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    factors = (
-        gl.where(scales > 198, 0x7FC0, (scales + 56) << 7) * 0x10001
-    )  # 2^(scale - 127 + 120 - 64), twice
-    f_s._reinterpret(gl.int32, [TABLE * B * Q * 4], FLAT).store(factors)
+    _store_factors(scales, f_s)
     gl.thread_barrier()
 
-    LW: gl.constexpr = words_layout(Q)
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
     stage = 0
     phase = 0
     for i in range(CHUNKS):
         mbarrier.wait(full.index(stage), phase)
-        words = w_s.index(stage).load(LW)
+        words = w_s.index(stage).load(words_layout(Q))
         ahead = i + STAGES
         if KIND == READY:
             a = _fragment(words, f_s.index(i), Q, MMA)
@@ -322,13 +481,13 @@ def skinny_kernel(
             _copy_weight(weight, full, w_s, stage, row, first + ahead, ahead < CHUNKS, BYTES)
             _copy_x(ready, full, x_s, stage, first_row, column + ahead * 128, ahead < CHUNKS)
         else:
-            gl.thread_barrier()  # every warp has its words: the stage is free
-            _copy_weight(weight, full, w_s, stage, row, first + ahead, ahead < CHUNKS, BYTES)
-            a = _fragment(words, f_s.index(i), Q, MMA)
-            acc = warpgroup_mma(a, x_s.index(i).permute((1, 0)), acc)
+            _refill((weight, row, first), full, w_s, ahead, stage, CHUNKS, REFILL)
+            acc = _add_chunk(words, f_s, x_s, acc, i, Q, MMA, OVERLAP)
         last = stage == STAGES - 1
         phase = gl.where(last, phase ^ 1, phase)
         stage = gl.where(last, 0, stage + 1)
+    if OVERLAP == 2 and KIND != READY:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
 
     LO: gl.constexpr = gl.BlockedLayout([1 if R < 64 else 4, 1], [16, 2], [1, 4], [0, 1])
     sums = gl.convert_layout(_sums(acc, Q), LO)

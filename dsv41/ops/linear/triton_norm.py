@@ -12,17 +12,26 @@ import triton.language as tl
 from torch import Tensor
 
 EARLY = True  # programmatic launch: the product that follows fetches its weight meanwhile
+STACKED = True  # that product may start before this kernel's wait: it waits for this one, as this one does
 MOST_COLUMNS = 1 << 14
 
 
 @triton.jit
-def norm_kernel(x, norm, out, x_row, eps, D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """x [T, D], rows `x_row` apart, norm [D] -> out [T, D]. EARLY: launched before its producer has ended."""
+def norm_kernel(
+    x, norm, out, x_row, eps, D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, STACKED: tl.constexpr
+):
+    """x [T, D], rows `x_row` apart, norm [D] -> out [T, D].
+
+    EARLY: launched before its producer has ended. STACKED: the next kernel may be, too.
+    """
+    if EARLY and STACKED:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     weight = tl.load(norm + column, mask=column < D, other=0.0).to(tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_wait()
+    if EARLY and not STACKED:
         tl.extra.cuda.gdc_launch_dependents()
     value = tl.load(x + row * x_row + column, mask=column < D, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / D + eps)
@@ -44,7 +53,7 @@ def norm_rows(x: Tensor, norm: Tensor, eps: float) -> Tensor:
         block = triton.next_power_of_2(dim)
         with torch.cuda.device(x.device):
             norm_kernel[(len(rows),)](
-                rows, norm, out, rows.stride(0), eps, D=dim, BLOCK=block, EARLY=EARLY,
+                rows, norm, out, rows.stride(0), eps, D=dim, BLOCK=block, EARLY=EARLY, STACKED=STACKED,
                 num_warps=max(1, min(8, block // 256)), launch_pdl=EARLY,
             )  # fmt: skip
     return out.view(x.shape)

@@ -127,14 +127,20 @@ def widen_kernel(weight, scale, out, num_rows, K: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def add_kernel(part, out, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def add_kernel(
+    part, out, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, STACKED: tl.constexpr
+):
     """part fp32 [SPLITS, count] -> out [count]: added from the first on, rounded once.
 
-    EARLY: launched before the kernel that writes `part` has ended.
+    EARLY: launched before the kernel that writes `part` has ended. STACKED: the next kernel may start before
+    that end, too (it waits for this one, and this one for that end).
     """
     if EARLY:
+        if STACKED:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not STACKED:
+            tl.extra.cuda.gdc_launch_dependents()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < count
     total = tl.load(part + at, mask=live, other=0.0)
