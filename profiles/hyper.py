@@ -1,12 +1,14 @@
 """How long the kernels of the residual copies take: replayed graphs, bytes, and percent of the roof.
 
-    python profiles/hyper.py [--rows 1 8 32 128 4096] [--cases update coefficients] [--output hyper.jsonl]
+    python profiles/hyper.py [--rows 1 8 32 128 4096] [--cases update coefficients]
+                             [--set ROWS_EARLY=0 WHOLE_ROWS=1] [--output hyper.jsonl]
 
 Each line times one op at one number of rows in a CUDA graph of many launches. `fn` (2 MB) rotates among 64
 copies, which exceed the L2 cache together, since a step reads every layer's once. Streams rotate where a set
 of them is at least 1 MB; a decode step's were written by the launch before, and are read from L2 in a step
 too. `sub-layer` is what one sub-layer costs in a layer: coefficients and update. The roof is a device copy,
-timed in the same run, `floor` a launch that does nothing. Synthetic: random values.
+timed in the same run, `floor` a launch that does nothing. `--set` changes constants of the implementation, to
+compare. Synthetic: random values.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import torch
 from timing import Call, copy_bandwidth, device, of_roof, report, sets_beyond_l2, spread, time_us
 from torch import Tensor
 
+from dsv41.model.caches import NUM_TICKETS
 from dsv41.ops.hyper.op import hyper_coefficients, hyper_collapse, hyper_expand, hyper_update
+from dsv41.ops.library import implementation
 from dsv41.ops.streams import join, nothing_forked
 
 COPIES, DIM, SWEEPS, HYPER_EPS, EPS = 4, 5120, 20, 1e-6, 1e-20
@@ -65,23 +69,25 @@ def calls_of(case: str, rows: int, fns: list[Tensor]) -> tuple[list[Call], int]:
     inputs = [one_set(rows) for _ in range(sets)]
     base, scale = torch.randn(MIXES, device="cuda"), torch.ones(3, device="cuda")
     norm, side = bf16(DIM), nothing_forked()
+    tickets = torch.zeros(NUM_TICKETS, dtype=torch.int32, device="cuda")
+    fixed = (base, scale, tickets, SWEEPS, HYPER_EPS, EPS, IMPL)
 
     def call(index: int) -> Call:
         y, streams, pre, post, comb = inputs[index % sets]
         fn = fns[index % NUM_FN]
 
         def coefficients() -> None:
-            join(hyper_coefficients(streams, fn, base, scale, SWEEPS, HYPER_EPS, EPS, IMPL)[3])
+            join(hyper_coefficients(streams, fn, *fixed)[3])
 
         def sub_layer() -> object:
-            own = hyper_coefficients(streams, fn, base, scale, SWEEPS, HYPER_EPS, EPS, IMPL)
-            return hyper_update(y, streams, own[1], own[2], own[0], own[3], norm, EPS, IMPL)
+            own = hyper_coefficients(streams, fn, *fixed)
+            return hyper_update(y, streams, own[1], own[2], own[0], own[3], norm, tickets, EPS, IMPL)
 
         return {
             "coefficients": coefficients,
             "collapse": lambda: hyper_collapse(streams, pre, norm, EPS, IMPL),
             "expand": lambda: hyper_expand(y, streams, post, comb, pre, side, IMPL),
-            "update": lambda: hyper_update(y, streams, post, comb, pre, side, norm, EPS, IMPL),
+            "update": lambda: hyper_update(y, streams, post, comb, pre, side, norm, tickets, EPS, IMPL),
             "sub-layer": sub_layer,
         }[case]
 
@@ -117,14 +123,28 @@ def card(result: dict) -> str:
     )
 
 
+def set_constant(item: str) -> None:
+    """`NAME=VALUE` in the file of the implementation that has the constant."""
+    name, value = item.split("=")
+    files = [implementation("hyper", file) for file in (IMPL, f"{IMPL}_mixes")]
+    owners = [file for file in files if isinstance(getattr(file, name, None), int)]
+    if not owners:
+        raise SystemExit(f"--set: the implementation has no constant {name}")
+    for owner in owners:
+        setattr(owner, name, type(getattr(owner, name))(int(value)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 512, 4096])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="constants")
     parser.add_argument("--output", type=Path, help="one JSON object a line")
     arguments = parser.parse_args()
+    for item in arguments.set:
+        set_constant(item)
     report(measure(arguments.cases, arguments.rows), card, arguments.output)
 
 

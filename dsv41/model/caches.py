@@ -10,18 +10,24 @@ from torch import Tensor
 from dsv41.model.layout import OPEN_ROWS, CacheGroup, CacheLayout
 
 ROW_DTYPES = {"rows_bf16": torch.bfloat16, "rows_fp32": torch.float32, "rows_fp8": torch.float8_e4m3fn}
+NUM_TICKETS = 64  # rows of a step that is finished in one launch
 
 
 @dataclass(frozen=True)
 class KVCaches:
     """Everything a step keeps for later steps, keyed by layer. Plain rows: `[pages, states, dim]` of the row
     dtype; packed records: `uint8 [pages, page_bytes]`. `open_groups`: float32 `[requests * OPEN_ROWS, 2 *
-    head_dim]`."""
+    head_dim]`.
+
+    And `tickets`, int32 [NUM_TICKETS], zero between kernels (ops/hyper/op.py). They lie here because steps
+    over the same caches follow each other, while two engines may run one model at a time.
+    """
 
     window: dict[int, Tensor]
     states: dict[int, Tensor]
     index_k: dict[int, Tensor]
     open_groups: dict[int, Tensor]
+    tickets: Tensor
 
     def tensors(self) -> list[Tensor]:
         groups = (self.window, self.states, self.index_k, self.open_groups)
@@ -56,4 +62,5 @@ def allocate_caches(
                 layer: torch.zeros((slots, layout.open_row_bytes // 4), device=device)
                 for layer in layout.open_groups
             },
+            tickets=torch.zeros(NUM_TICKETS, dtype=torch.int32, device=device),
         )

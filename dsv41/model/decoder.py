@@ -74,18 +74,18 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Flow, Shared]:
         """Both halves, and what later layers share. `next_norm`: of the collapse that follows, if it follows
         at once."""
-        step, x = turn.step, flow.x
-        own = self.attention_hyper.coefficients(flow.streams)
+        step, x, tickets = turn.step, flow.x, caches.tickets
+        own = self.attention_hyper.coefficients(flow.streams, tickets)
         if x is None:
             x = self.attention_hyper.collapse(flow.streams, flow.mix, self.attention_norm)
         u, shared = self.attention(x, step, turn.rotations, caches, shared)
-        streams, _, _, x = self.attention_hyper.update(u, flow.streams, own, self.ffn_norm)
+        streams, _, _, x = self.attention_hyper.update(u, flow.streams, own, self.ffn_norm, tickets)
 
-        own = self.ffn_hyper.coefficients(streams)
+        own = self.ffn_hyper.coefficients(streams, tickets)
         v = self.moe(x, step.is_image, turn.valid)
         if next_norm is None:
             return Flow(*self.ffn_hyper.expand(v, streams, own)), shared
-        return Flow(*self.ffn_hyper.update(v, streams, own, next_norm)), shared
+        return Flow(*self.ffn_hyper.update(v, streams, own, next_norm, tickets)), shared
 
     def write_kv(self, flow: Flow, step: StepInputs, rotations: Rotations, caches: KVCaches) -> None:
         """Only the layer's cache writes, for rows that end here (decoder replay)."""

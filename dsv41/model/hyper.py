@@ -35,12 +35,9 @@ class HyperConnection(nn.Module):
         self.sweeps, self.eps, self.norm_eps = config.sinkhorn_iters, config.hyper_eps, config.norm_eps
         self.impl = context.backends.hyper
 
-    def coefficients(self, streams: Tensor) -> Coefficients:
-        return Coefficients(
-            *hyper_coefficients(
-                streams, self.fn, self.base, self.scale, self.sweeps, self.eps, self.norm_eps, self.impl
-            )
-        )
+    def coefficients(self, streams: Tensor, tickets: Tensor) -> Coefficients:
+        weights, settings = (self.fn, self.base, self.scale), (self.sweeps, self.eps, self.norm_eps)
+        return Coefficients(*hyper_coefficients(streams, *weights, tickets, *settings, self.impl))
 
     def collapse(self, streams: Tensor, pre: Tensor, norm: Tensor) -> Tensor:
         """[T, M, D] -> normed [T, D]; `pre` comes from the sub-layer before this one."""
@@ -51,7 +48,8 @@ class HyperConnection(nn.Module):
         return hyper_expand(y, streams, own.post, own.comb, own.pre, own.side, self.impl)
 
     def update(
-        self, y: Tensor, streams: Tensor, own: Coefficients, norm: Tensor
+        self, y: Tensor, streams: Tensor, own: Coefficients, norm: Tensor, tickets: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What `expand` returns, and the next sub-layer's input, fed by this one's `pre`: x [T, D]."""
-        return hyper_update(y, streams, own.post, own.comb, own.pre, own.side, norm, self.norm_eps, self.impl)
+        given = (y, streams, own.post, own.comb, own.pre, own.side)
+        return hyper_update(*given, norm, tickets, self.norm_eps, self.impl)

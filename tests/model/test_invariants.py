@@ -315,7 +315,8 @@ def permuted(step: StepInputs, order: Tensor) -> StepInputs:
 
 def copied(caches: KVCaches) -> KVCaches:
     groups = (caches.window, caches.states, caches.index_k, caches.open_groups)
-    return KVCaches(*({layer: tensor.clone() for layer, tensor in group.items()} for group in groups))
+    cloned = [{layer: tensor.clone() for layer, tensor in group.items()} for group in groups]
+    return KVCaches(*cloned, caches.tickets.clone())
 
 
 def assert_same_caches(a: KVCaches, b: KVCaches) -> None:

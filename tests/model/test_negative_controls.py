@@ -96,12 +96,13 @@ def coefficients_not_staggered(patch: Patch) -> None:
     """Every half is fed by its own `pre` instead of the previous half's."""
 
     def broken_collapse(own, right, streams, pre, norm):
-        return right(streams, own.coefficients(streams)[0], norm)
+        tickets = torch.zeros(0, dtype=torch.int32)
+        return right(streams, own.coefficients(streams, tickets)[0], norm)
 
-    def broken_update(following, right, y, streams, own, norm):
-        streams, mix, sound, _ = right(y, streams, own, norm)
-        collapse = type(following).collapse
-        return streams, mix, sound, collapse(following, streams, following.coefficients(streams)[0], norm)
+    def broken_update(following, right, y, streams, own, norm, tickets):
+        streams, mix, sound, _ = right(y, streams, own, norm, tickets)
+        pre = following.coefficients(streams, tickets)[0]
+        return streams, mix, sound, type(following).collapse(following, streams, pre, norm)
 
     layers = golden.model("tiny", "fp32-noquant").decoder.layers
     halves = [half for layer in layers for half in (layer.attention_hyper, layer.ffn_hyper)]

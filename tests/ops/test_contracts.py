@@ -136,9 +136,22 @@ def engram_write(rows: int, dtype: torch.dtype) -> list[Any]:
     return [streams, kv, query, key, ids(rows, below=2).bool(), 1e-20]
 
 
+def tickets() -> Tensor:
+    return torch.zeros(4, dtype=torch.int32)
+
+
 @sample
 def hyper_coefficients(rows: int, dtype: torch.dtype) -> list[Any]:
-    return [normal(rows, 4, DIM, dtype=dtype), normal(24, 4 * DIM), normal(24), normal(3), 20, 1e-6, 1e-20]
+    return [
+        normal(rows, 4, DIM, dtype=dtype),
+        normal(24, 4 * DIM),
+        normal(24),
+        normal(3),
+        tickets(),
+        20,
+        1e-6,
+        1e-20,
+    ]
 
 
 @sample
@@ -154,7 +167,8 @@ def hyper_expand(rows: int, dtype: torch.dtype) -> list[Any]:
 
 @sample
 def hyper_update(rows: int, dtype: torch.dtype) -> list[Any]:
-    return [*hyper_expand(rows, dtype), *hyper_collapse(rows, dtype)[2:]]
+    norm, eps = hyper_collapse(rows, dtype)[2:]
+    return [*hyper_expand(rows, dtype), norm, tickets(), eps]
 
 
 @sample

@@ -56,14 +56,15 @@ def replace_instructions(repair_the_interpreter: None):  # noqa: F811
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED:
             from dsv41.ops.hyper import triton as kernel
+            from dsv41.ops.hyper import triton_mixes as mixes
             from dsv41.ops.hyper import triton_words as words
 
             def reciprocal(x):
                 return 1.0 / x
 
-            for module in (kernel, words):
-                patch.setattr(module, "pack", pack_pairs)
-                patch.setattr(module, "reciprocal", reciprocal)
+            for module in (kernel, mixes, words):
+                patch.setattr(module, "pack", pack_pairs, raising=False)
+                patch.setattr(module, "reciprocal", reciprocal, raising=False)
         yield
 
 
@@ -76,7 +77,7 @@ def streams_of(rows: int, copies: int, dim: int, seed: int) -> Tensor:
     return (normal((rows, copies, dim), seed) * size).bfloat16()
 
 
-WEIGHTS = ("fn", "base", "scale", "norm", "sweeps")
+WEIGHTS = ("fn", "base", "scale", "norm", "tickets", "sweeps")
 
 
 class Inputs:
@@ -89,14 +90,13 @@ class Inputs:
         self.fn = normal((mixes, copies * dim), seed + 4) * (copies * dim) ** -0.5
         self.base, self.scale = normal((mixes,), seed + 5), normal((3,), seed + 6).abs() + 0.5
         self.norm = (normal((dim,), seed + 7) * 0.2 + 1).bfloat16()
+        self.tickets = torch.zeros(64, dtype=torch.int32, device=DEVICE)
         self.pre = normal((rows, copies), seed + 8)
         self.post = normal((rows, copies), seed + 9)
         self.comb = normal((rows, copies, copies), seed + 10)
 
     def coefficients(self, impl: str) -> tuple[Tensor, ...]:
-        *coefficients, side = hyper_coefficients(
-            self.streams, self.fn, self.base, self.scale, self.sweeps, HYPER_EPS, EPS, impl
-        )
+        *coefficients, side = hyper_coefficients(self.streams, *self.fixed, impl)
         join(side)
         return tuple(coefficients)
 
@@ -107,7 +107,11 @@ class Inputs:
         return hyper_expand(*self.half, impl)
 
     def update(self, impl: str) -> tuple[Tensor, ...]:
-        return hyper_update(*self.half, self.norm, EPS, impl)
+        return hyper_update(*self.half, self.norm, self.tickets, EPS, impl)
+
+    @property
+    def fixed(self) -> tuple[object, ...]:
+        return self.fn, self.base, self.scale, self.tickets, self.sweeps, HYPER_EPS, EPS
 
     @property
     def half(self) -> tuple[Tensor, ...]:
@@ -193,15 +197,46 @@ def test_interpreted(rows: int, copies: int, dim: int) -> None:
 @interpreted
 def test_interpreted_tree_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program a chunk and a program a group give the same bits: the interpreter's dot is one for both."""
-    from dsv41.ops.hyper import triton as kernel
+    from dsv41.ops.hyper import triton_mixes as kernel
 
     inputs = Inputs(3, 2, 1544)
+    one = inputs.coefficients("triton")
+    monkeypatch.setattr(kernel, "LAST_FINISHES_ROWS", 0)
     few = inputs.coefficients("triton")
     monkeypatch.setattr(kernel, "FEW_ROWS", 0)
     many = inputs.coefficients("triton")
-    for a, b in zip(few, many, strict=True):
+    for a, b, c in zip(one, few, many, strict=True):
         assert torch.equal(a, b)
+        assert torch.equal(b, c)
     check_coefficients(inputs)
+    assert not inputs.tickets.any()
+
+
+@interpreted
+@pytest.mark.parametrize("dim", [64, 1544])
+def test_interpreted_updates_are_one(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Normed by the last program of a row, by a second launch, and by the only program of a row."""
+    from dsv41.ops.hyper import triton as kernel
+
+    inputs = Inputs(3, 4, dim).spread()
+    last = inputs.update("triton")
+    assert not inputs.tickets.any()
+    monkeypatch.setattr(kernel, "LAST_NORMS_ROWS", 0)
+    second = inputs.update("triton")
+    monkeypatch.setattr(kernel, "WHOLE_ROWS", 1)
+    whole = inputs.update("triton")
+    for a, b, c in zip(last, second, whole, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(b, c)
+    check_rows(inputs)
+
+
+@interpreted
+def test_interpreted_without_tickets() -> None:
+    inputs, few = Inputs(3, 4, 64), Inputs(3, 4, 64)
+    few.tickets = few.tickets[:0]
+    for a, b in zip(inputs.all("triton"), few.all("triton"), strict=True):
+        assert torch.equal(a, b)
 
 
 @interpreted
@@ -220,7 +255,7 @@ def check_weights_are_exact(dim: int, few: bool) -> None:
     in tensor cores too. Finds a wrong channel, a part that is missing, or products in tf32."""
     import triton
 
-    from dsv41.ops.hyper import triton as kernel
+    from dsv41.ops.hyper import triton_mixes as kernel
 
     rows, copies, mixes = 70, 2, 8
     bits = torch.randint(-(2**31), 2**31, (mixes, copies * dim), generator=generator(0), device=DEVICE)
@@ -235,8 +270,8 @@ def check_weights_are_exact(dim: int, few: bool) -> None:
     partials = torch.full((copies * parts, rows, 16), torch.nan, device=DEVICE)
     kernel._project[(triton.cdiv(rows, kernel.TILE), copies * parts)](
         streams, streams.stride(0), fn, partials, rows, COPIES=copies, D=dim, MIXES=mixes, VALUES=16,
-        PARTS=parts, CHUNKS=chunks, TILE=kernel.TILE, CHUNK=kernel.CHUNK, num_warps=4, num_stages=2,
-        enable_fp_fusion=False,
+        PARTS=parts, CHUNKS=chunks, TILE=kernel.TILE, CHUNK=kernel.CHUNK, EARLY=False, num_warps=4,
+        num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip
     found = partials[..., : mixes + 1].double().sum(0)
     assert torch.equal(found[:, :mixes], fn[:, places].T.double())
@@ -272,41 +307,50 @@ def test_why_not() -> None:
 # -- the compiled object --------------------------------------------------------------------------------
 
 COMMON = {"COPIES": COPIES, "D": DIM}
-PROJECT = COMMON | {"MIXES": 24, "VALUES": 32, "TILE": 64, "CHUNK": 128}
-FINISH = COMMON | {"MIXES": 24, "VALUES": 32, "GROUPS": 16, "GROUP_WIDTH": 16}
+MIXES = COMMON | {"MIXES": 24, "VALUES": 32, "EARLY": True}
+PROJECT = MIXES | {"TILE": 64, "CHUNK": 128}
+FINISH = MIXES | {"GROUPS": 4, "COPY_WIDTH": 4, "ROWS": 1}
+ROW = COMMON | {"WIDTH": 512, "EARLY": True}
+EXPAND = ROW | {"NEXT_EARLY": True, "SUM": True, "NORM": False}
 COMPILED = {  # kernel, constants, warps; registers at most
-    "update": ("_expand", COMMON | {"WIDTH": 512, "SUM": True, "EARLY": True}, 4, 96),
-    "expand": ("_expand", COMMON | {"WIDTH": 512, "SUM": False, "EARLY": False}, 4, 96),
+    "update": ("_expand", EXPAND, 4, 96),
+    "update alone": ("_expand", EXPAND | {"NORM": True}, 8, 96),
+    "update whole": ("_update", ROW, 8, 128),
+    "expand": ("_expand", EXPAND | {"SUM": False}, 4, 96),
     "norm": ("_norm", COMMON | {"WIDTH": 512, "EARLY": True}, 8, 64),
     "collapse": ("_collapse", COMMON | {"WIDTH": 512}, 8, 64),
     "project few": ("_project", PROJECT | {"PARTS": 40, "CHUNKS": 1}, 4, 128),
     "project many": ("_project", PROJECT | {"PARTS": 4, "CHUNKS": 10}, 4, 200),
     "finish few": ("_finish", FINISH | {"CHUNKS": 10}, 1, 240),
     "finish many": ("_finish", FINISH | {"CHUNKS": 1}, 1, 128),
+    "both": ("_both", PROJECT | FINISH | {"CHUNKS": 10}, 4, 128),
+    "both 8": ("_both", PROJECT | FINISH | {"CHUNKS": 10, "ROWS": 8}, 4, 255),
 }
 
 
-WIDE = {"update": 5, "expand": 5, "norm": 2 * 5, "collapse": 5 * 5}  # loads of 2 or 4 words
+WIDE = {"update": 5, "update alone": 5 + 2 * 5, "update whole": 6 * 5, "expand": 5, "norm": 2 * 5}
+WIDE |= {"collapse": 5 * 5}  # loads of 2 or 4 words
 
 
 @cache
 def compiled(name: str) -> tuple[str, str, str]:
     """-> (SASS, resource usage, Triton's GPU IR) of a kernel, compiled for sm_90 without a GPU."""
-    from dsv41.ops.hyper import triton as module
+    from dsv41.ops.hyper import triton, triton_mixes
 
     function, constants, warps, _ = COMPILED[name]
-    kernel = getattr(module, function)
+    kernel = getattr(triton_mixes if hasattr(triton_mixes, function) else triton, function)
     types = dict.fromkeys(("y", "streams", "norm", "out", "x"), "*bf16") | {"eps": "fp32", "norm_eps": "fp32"}
     floats = ("post", "comb", "pre", "mix", "fn", "partials", "base", "scale")
-    types |= dict.fromkeys(floats, "*fp32") | {"sound": "*i1"}
+    types |= dict.fromkeys(floats, "*fp32") | {"sound": "*i1", "tickets": "*i32"}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     aligned = [name for name in kernel.arg_names if name.endswith("_stride")]
-    fused = function in ("_collapse", "_expand", "_norm")
+    fused = function in ("_collapse", "_expand", "_norm", "_update")
     options = {
         "num_warps": warps,
-        "num_stages": 2 if function == "_project" else 3,
+        "num_stages": 2 if function in ("_project", "_both") else 3,
         "enable_fp_fusion": fused,
-    } | ({"launch_pdl": True} if function == "_norm" else {})
+        "launch_pdl": function != "_collapse",
+    }
     sass, usage, binary = compile_sm90(kernel, constants, types, aligned=aligned, **options)
     return sass, usage, binary.asm["ttgir"]
 
@@ -331,6 +375,11 @@ def test_compiled_object(name: str) -> None:
         assert sass.count("HGMMA.64x32x16.F32.BF16") == 3 * 8, "three products of 128 channels"
     if name.startswith("finish"):
         assert len(re.findall(r"LDG\.E\.128", sass)) == (40 if name == "finish few" else 4)
+    if name in ("both", "update alone"):
+        assert re.search(r"MEMBAR\.ALL\.GPU.*ATOMG\.E\.ADD\.STRONG\.GPU.*CCTL\.IVALL", sass, re.S), "an order"
+    if name != "collapse":
+        written, waited = sass.index("STG"), sass.index("ACQBULK")
+        assert waited < written, "an early launch writes before its wait"
 
 
 @not_interpreted
@@ -342,10 +391,11 @@ def test_both_forms_sum_in_the_same_layout() -> None:
         named = dict(re.findall(r"^(#\w+) = (#ttg\.blocked<.*>)$", ir, re.M))
         reduced = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<([^>]*?), (#\w+)(?:>|, )', ir, re.S)
         assert reduced, f"{name} has no sum"
-        return [f"{shape} {named.get(layout, layout)}" for shape, layout in reduced]
+        return [f"{shape} {named.get(layout, layout)}" for shape, layout in reduced if shape.endswith("f32")]
 
-    assert layouts("project few") == layouts("project many")
-    assert layouts("finish few") == layouts("finish many")
+    assert layouts("project few") == layouts("project many") == layouts("both")[:1] == layouts("both 8")[:1]
+    assert len(layouts("norm")) == 1
+    assert layouts("norm") == layouts("update alone") == layouts("update whole")
 
 
 # -- on a GPU -------------------------------------------------------------------------------------------
@@ -442,7 +492,7 @@ def test_coefficients_beside_their_sub_layer(rows: int, monkeypatch: pytest.Monk
     stack, whose freed memory is used again at once, eager and captured."""
     from dsv41.ops.hyper import triton as kernel
 
-    inputs, computed = Inputs(rows), kernel._coefficients
+    inputs, computed = Inputs(rows), kernel.coefficients
 
     def late(*arguments: object) -> tuple[Tensor, ...]:
         torch.cuda._sleep(100_000)
@@ -452,10 +502,9 @@ def test_coefficients_beside_their_sub_layer(rows: int, monkeypatch: pytest.Monk
         monkeypatch.setattr(kernel, "FORK_ROWS", fork_rows)
         streams, kept = inputs.streams, []
         for _ in range(40):  # more than the pool has streams
-            fixed = (inputs.fn, inputs.base, inputs.scale, SWEEPS, HYPER_EPS, EPS, "triton")
-            pre, post, comb, side = hyper_coefficients(streams, *fixed)
+            pre, post, comb, side = hyper_coefficients(streams, *inputs.fixed, "triton")
             assert bool(side) == bool(fork_rows)
-            half = (inputs.y, streams, post, comb, pre, side, inputs.norm, EPS, "triton")
+            half = (inputs.y, streams, post, comb, pre, side, inputs.norm, inputs.tickets, EPS, "triton")
             streams, mix, _, x = hyper_update(*half)
             del pre, post, comb, half
             torch.full_like(streams, torch.nan)
@@ -463,7 +512,7 @@ def test_coefficients_beside_their_sub_layer(rows: int, monkeypatch: pytest.Monk
         return kept
 
     serial = stack(0)
-    monkeypatch.setattr(kernel, "_coefficients", late)
+    monkeypatch.setattr(kernel, "coefficients", late)
     assert all(torch.equal(a, b) for a, b in zip(stack(64), serial, strict=True))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -471,6 +520,64 @@ def test_coefficients_beside_their_sub_layer(rows: int, monkeypatch: pytest.Monk
     for _ in range(3):
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(captured, serial, strict=True))
+
+
+def switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More launches, each behind the end of the one before."""
+    from dsv41.ops.hyper import triton as rows
+    from dsv41.ops.hyper import triton_mixes as mixes
+
+    monkeypatch.setattr(mixes, "LAST_FINISHES_ROWS", 0)
+    monkeypatch.setattr(mixes, "MIXES_EARLY", False)
+    monkeypatch.setattr(rows, "LAST_NORMS_ROWS", 0)
+    monkeypatch.setattr(rows, "ROWS_EARLY", False)
+    monkeypatch.setattr(rows, "WHOLE_ROWS", 1 << 30)
+
+
+@pytest.mark.parametrize("rows", [pytest.param(t, marks=gpu) for t in (1, 2, 3, 7, 8, 64, 512, 1000)])
+def test_fewer_launches_give_the_same_bits(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many times, since who arrives last is chance; every time the tickets are zero again."""
+    inputs = Inputs(rows, seed=3)
+    found = [inputs.all("triton") for _ in range(50 if rows <= 64 else 3)]
+    assert not inputs.tickets.any()
+    switched_off(monkeypatch)
+    expected = inputs.all("triton")
+    for results in found:
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("rows", [pytest.param(t, marks=gpu) for t in (1, 8, 64, 300, 600)])
+def test_early_launches_wait(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel reads is written late, by the kernel right before it, over NaN. Eager and captured."""
+    inputs, kept = Inputs(rows), Inputs(rows)
+
+    def written_late(*names: str) -> None:
+        for name in names:
+            getattr(inputs, name).fill_(torch.nan)
+        torch.cuda._sleep(100_000)
+        for name in names:
+            torch.mul(getattr(kept, name), 1, out=getattr(inputs, name))
+
+    def run() -> list[Tensor]:
+        written_late("streams")
+        found = list(inputs.coefficients("triton"))
+        for last in ("streams", "y", "comb"):
+            written_late("pre", "post", last)
+            found += inputs.update("triton")
+        written_late("post", "comb", "y")
+        return [*found, *inputs.expand("triton")]
+
+    graph, eager = torch.cuda.CUDAGraph(), run()
+    with torch.cuda.graph(graph):
+        captured = run()
+    replayed = []
+    for _ in range(3):
+        graph.replay()
+        replayed.append([value.clone() for value in captured])
+    switched_off(monkeypatch)
+    expected = run()
+    for results in (eager, *replayed):
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("rows", [pytest.param(t, marks=gpu) for t in (1, 64, 300)])
@@ -520,9 +627,7 @@ def test_addresses_past_31_bits(rows: int) -> None:
     assert torch.equal(x[last], inputs.collapse("triton"))
     assert not x[:-3].any()
     del x
-    *found, _ = hyper_coefficients(
-        streams, inputs.fn, inputs.base, inputs.scale, SWEEPS, HYPER_EPS, EPS, "triton"
-    )
+    *found, _ = hyper_coefficients(streams, *inputs.fixed, "triton")
     for value, alone in zip(found, inputs.coefficients("triton"), strict=True):
         assert torch.equal(value[last], alone)
     post, comb = pre, torch.zeros((rows, COPIES, COPIES), device=DEVICE)

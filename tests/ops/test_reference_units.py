@@ -34,6 +34,7 @@ from dsv41.presets import preset
 UNITS = Path(__file__).resolve().parents[2].parent / "shared" / "golden" / "units"
 EPS = 1e-20
 CPU = "reference"
+TICKETS = torch.zeros(4, dtype=torch.int32)
 
 
 def units(name: str, case: str = "") -> dict[str, Tensor]:
@@ -112,7 +113,7 @@ def test_hyper_connection() -> None:
     golden = units("hyper_connection")
     streams = golden["stream"][0]
     pre, post, comb, side = hyper_coefficients(
-        streams, golden["fn"], golden["base"], golden["scale"], 20, 1e-6, EPS, CPU
+        streams, golden["fn"], golden["base"], golden["scale"], TICKETS, 20, 1e-6, EPS, CPU
     )
     for name, value in (("pre", pre), ("post", post), ("comb", comb)):
         torch.testing.assert_close(value, golden[name][0], rtol=0, atol=1e-6)
@@ -136,7 +137,7 @@ def test_hyper_norm() -> None:
     assert torch.equal(x, rms_norm(collapse(streams, pre), weight, EPS))
     pre, side = pre.clone(), nothing_forked()
     pre[0, -1] = torch.nan
-    updated, *handed, x = hyper_update(y, streams, post, comb, pre, side, weight, EPS, CPU)
+    updated, *handed, x = hyper_update(y, streams, post, comb, pre, side, weight, TICKETS, EPS, CPU)
     expanded, *same = hyper_expand(y, streams, post, comb, pre, side, CPU)
     assert torch.equal(updated, expanded)
     assert torch.equal(handed[0].view(torch.int32), pre.view(torch.int32))

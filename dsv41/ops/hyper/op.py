@@ -19,6 +19,10 @@ They are not needed before the sub-layer's output is there, so an implementation
 Then `side` is the handle of their stream (ops/streams.py), else 0: nothing but `expand` and `update` may read
 what `coefficients` returns. Later readers get `mix`, a copy.
 
+`tickets` are int32 zeros, any number, in which the programs of a launch may count themselves: afterwards they
+are zero again, so the schemas name no mutation. Ops that share tickets must run one after the other, as those
+of a step do, each fed by the one before. With fewer tickets than rows an implementation takes more launches.
+
 T token rows, M residual copies, D hidden size. All coefficients are float32.
 """
 
@@ -52,8 +56,8 @@ def _update_fake(y: Tensor, streams: Tensor, *_: object) -> tuple[Tensor, Tensor
 
 hyper_coefficients = declare(
     "hyper",
-    "hyper_coefficients(Tensor streams, Tensor fn, Tensor base, Tensor scale, int sweeps, float eps,"
-    " float norm_eps, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
+    "hyper_coefficients(Tensor streams, Tensor fn, Tensor base, Tensor scale, Tensor tickets, int sweeps,"
+    " float eps, float norm_eps, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_coefficients_fake,
 )
 hyper_collapse = declare(
@@ -70,6 +74,6 @@ hyper_expand = declare(
 hyper_update = declare(
     "hyper",
     "hyper_update(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor pre, Tensor side,"
-    " Tensor norm, float norm_eps, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor norm, Tensor tickets, float norm_eps, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_update_fake,
 )

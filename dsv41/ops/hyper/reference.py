@@ -37,7 +37,14 @@ def split_mixes(
 
 
 def hyper_coefficients(
-    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, sweeps: int, eps: float, norm_eps: float
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    tickets: Tensor,
+    sweeps: int,
+    eps: float,
+    norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     flat = streams.flatten(1).float()
     mixes = exact_matmul(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
@@ -72,6 +79,7 @@ def hyper_update(
     pre: Tensor,
     side: Tensor,
     norm: Tensor,
+    tickets: Tensor,
     norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     streams, mix, sound = hyper_expand(y, streams, post, comb, pre, side)

@@ -36,13 +36,15 @@ def half(words, ODD: tl.constexpr):
 
 
 @triton.jit
-def load_row(row, D: tl.constexpr, WIDTH: tl.constexpr):
-    """A row of D bf16 channels as a tuple of vectors of `WIDTH` words; zeros behind its end."""
+def load_row(row, D: tl.constexpr, WIDTH: tl.constexpr, SHARED: tl.constexpr = False):
+    """A row of D bf16 channels as a tuple of vectors of `WIDTH` words; zeros behind its end. SHARED: other
+    programs of the same launch stored it, so it is read from L2."""
+    CACHE: tl.constexpr = ".cg" if SHARED else ""
     words = row.to(tl.pointer_type(tl.int32))
     pieces = ()
     for piece in tl.static_range((D // 2 + WIDTH - 1) // WIDTH):
         word = piece * WIDTH + tl.arange(0, WIDTH)
-        pieces += (tl.load(words + word, mask=word < D // 2, other=0),)
+        pieces += (tl.load(words + word, mask=word < D // 2, other=0, cache_modifier=CACHE),)
     return pieces
 
 
