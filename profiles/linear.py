@@ -1,7 +1,7 @@
 """How long the linear family's products take at the release's sizes: replayed graphs, bytes, percent of roof.
 
     python profiles/linear.py [--rows 1 8 64 4096] [--cases wq_b head] [--deterministic]
-                              [--set FEW_ROWS=64 FUSED_ROWS=4] [--variants STACKED=0 STACKED=1,OVERLAP=0]
+                              [--set FEW_ROWS=64 FUSED_ROWS=4] [--variants STACKED=1 OVERLAP=0,LEAN=0]
                               [--output linear.jsonl]
 
 Each line times one product at one number of rows in a CUDA graph of many launches, over weights that exceed
@@ -94,7 +94,7 @@ def repeated(calls: list[Call], rows: int) -> float:
 
 
 def settings(text: str) -> dict[str, int]:
-    """ "STACKED=0,LEAN=0" -> the implementation's constants and their values. ValueError for others."""
+    """ "STACKED=1,LEAN=0" -> the implementation's constants and their values. ValueError for others."""
     kernel = implementation("linear", "gluon")
     values = {}
     for item in filter(None, text.split(",")):

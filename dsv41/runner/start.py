@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,13 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from dsv41.backends import FAMILIES
 from dsv41.graphs.artifacts import Artifacts, source_hash
 from dsv41.graphs.buckets import row_sizes
 from dsv41.graphs.compile import INDUCTOR_OPTIONS
 from dsv41.graphs.watch import graph_lookups
+from dsv41.model.inputs import StepInputs, StepOutput
 from dsv41.runner.load import Blueprint
+from dsv41.runner.state import IN_FLIGHT
 
 if TYPE_CHECKING:
     from dsv41.runner.worker import Worker
@@ -106,14 +110,17 @@ class Start:
 def warm_up(worker: Worker) -> None:
     """Run steps of padding rows, which write nothing, until every kind of step has run: many rows and one;
     with decoder replay those with a tail of many rows, one and none. Where kernels are compiled for sizes,
-    every size of `row_sizes` and the one below.
+    every size of `row_sizes` and the one below. Outputs live as long as an asynchronous engine keeps them, so
+    that the memory of its steps is taken too.
 
     Steps with image embeddings are graphs of their own, and are not among these.
     """
+    alive: deque[tuple[StepInputs, StepOutput, Tensor]] = deque(maxlen=IN_FLIGHT)
     for rows, tail in _kinds_of_steps(worker):
-        hidden = worker.run(worker.padding(rows, tail), worker.caches).hidden
-        if len(hidden):
-            worker.model.decoder.logits(hidden[: worker.engine.max_requests])
+        step = worker.padding(rows, tail)
+        output = worker.run(step, worker.caches)
+        sampled = output.hidden[: worker.engine.max_requests]
+        alive.append((step, output, worker.model.decoder.logits(sampled) if len(sampled) else sampled))
 
 
 def _kinds_of_steps(worker: Worker) -> Iterator[tuple[int, int | None]]:

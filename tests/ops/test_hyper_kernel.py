@@ -522,25 +522,26 @@ def test_coefficients_beside_their_sub_layer(rows: int, monkeypatch: pytest.Monk
         assert all(torch.equal(a, b) for a, b in zip(captured, serial, strict=True))
 
 
-def switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More launches, each behind the end of the one before."""
+def switched(on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few launches as there can be, each early; or more, each behind the end of the one before."""
     from dsv41.ops.hyper import triton as rows
     from dsv41.ops.hyper import triton_mixes as mixes
 
-    monkeypatch.setattr(mixes, "LAST_FINISHES_ROWS", 0)
-    monkeypatch.setattr(mixes, "MIXES_EARLY", False)
-    monkeypatch.setattr(rows, "LAST_NORMS_ROWS", 0)
-    monkeypatch.setattr(rows, "ROWS_EARLY", False)
-    monkeypatch.setattr(rows, "WHOLE_ROWS", 1 << 30)
+    monkeypatch.setattr(mixes, "LAST_FINISHES_ROWS", 8 if on else 0)
+    monkeypatch.setattr(mixes, "MIXES_EARLY", on)
+    monkeypatch.setattr(rows, "LAST_NORMS_ROWS", 64 if on else 0)
+    monkeypatch.setattr(rows, "ROWS_EARLY", on)
+    monkeypatch.setattr(rows, "WHOLE_ROWS", 512 if on else 1 << 30)
 
 
 @pytest.mark.parametrize("rows", [pytest.param(t, marks=gpu) for t in (1, 2, 3, 7, 8, 64, 512, 1000)])
 def test_fewer_launches_give_the_same_bits(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many times, since who arrives last is chance; every time the tickets are zero again."""
     inputs = Inputs(rows, seed=3)
+    switched(True, monkeypatch)
     found = [inputs.all("triton") for _ in range(50 if rows <= 64 else 3)]
     assert not inputs.tickets.any()
-    switched_off(monkeypatch)
+    switched(False, monkeypatch)
     expected = inputs.all("triton")
     for results in found:
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
@@ -550,6 +551,7 @@ def test_fewer_launches_give_the_same_bits(rows: int, monkeypatch: pytest.Monkey
 def test_early_launches_wait(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel reads is written late, by the kernel right before it, over NaN. Eager and captured."""
     inputs, kept = Inputs(rows), Inputs(rows)
+    switched(True, monkeypatch)
 
     def written_late(*names: str) -> None:
         for name in names:
@@ -574,7 +576,7 @@ def test_early_launches_wait(rows: int, monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(3):
         graph.replay()
         replayed.append([value.clone() for value in captured])
-    switched_off(monkeypatch)
+    switched(False, monkeypatch)
     expected = run()
     for results in (eager, *replayed):
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))

@@ -468,7 +468,11 @@ def test_compiled_skinny_kernel(case: tuple[int, int, int, int, bool], registers
         assert "LDG.E.128" in sass or way.live == 2, "x is read in small pieces"
 
 
-SWITCHES = [{"OVERLAP": 1, "EXACT_CHUNKS": 4}, {"OVERLAP": 0, "LEAN": False}]  # no one of which changes a bit
+SWITCHES = [  # no one of which changes a bit
+    {"OVERLAP": 1, "EXACT_CHUNKS": 4},
+    {"OVERLAP": 0, "LEAN": False},
+    {"STACKED": True},
+]
 BEFORE = {"STACKED": False, "EXACT_CHUNKS": 0, "LEAN": False, "OVERLAP": 0}
 
 
@@ -814,9 +818,11 @@ def test_switches_change_no_bit(rows: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 @on_gpu
 @pytest.mark.parametrize("rows", [1, 8, 40])
-def test_graph_of_kernels_that_start_early(rows: int) -> None:
+def test_graph_of_kernels_that_start_early(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing between the products, so that each starts before the one before its producer has ended; every
     buffer is one that an earlier product of the chain has read or written."""
+    monkeypatch.setattr(kernel, "STACKED", True)
+    monkeypatch.setattr("dsv41.ops.linear.triton_norm.STACKED", True)
     norm = torch.full((5120,), 0.5, dtype=torch.bfloat16, device="cuda")
     down, up, small = weights(2304, 5120), weights(5120, 2304), weights(48, 2304)
     x = bf16(rows, 5120, seed=1)

@@ -33,9 +33,9 @@ WIDTH = 512  # words of two channels that a program treats at once
 ROW_WARPS, EXPAND_WARPS = 8, 4
 MAX_COPIES = 8
 FORK_ROWS = 64  # up to here coefficients are computed beside their sub-layer
-LAST_NORMS_ROWS = 64  # up to here the program that arrives last norms a row; 0 switches it off
+LAST_NORMS_ROWS = 16  # up to here the program that arrives last norms a row; 0 switches it off
 WHOLE_ROWS = 512  # from here on a program makes a whole row
-ROWS_EARLY = True  # programmatic launch of expansions
+ROWS_EARLY = False  # programmatic launch of expansions: nothing gained on an H200
 
 
 def why_not(hardware: Hardware, record: str | None) -> str | None:

@@ -34,7 +34,7 @@ from dsv41.ops.hyper.triton_words import exponential, reciprocal
 TILE, CHUNK = 64, 128  # rows of a program of `_project`, channels of one chain of products
 GROUP_CHUNKS = 10  # 1280 channels
 FEW_ROWS = 256  # up to here a program makes one chunk, beyond a group
-LAST_FINISHES_ROWS = 8  # up to here one launch; 0 switches it off
+LAST_FINISHES_ROWS = 4  # up to here one launch, which is slower than two at 8 rows; 0 switches it off
 MIXES_EARLY = True  # programmatic launch, which fetches weights meanwhile
 
 

@@ -52,7 +52,7 @@ STREAM_N, STREAM_K = 64, 128
 MOST_CTAS, MOST_STAGES = 5, 10  # of an SM, of a CTA's ring
 EARLY = True  # programmatic launch: the weight is on its way while the kernel before still runs
 # How the skinny kernel works, to be compared by profiles/linear.py; see skinny_kernel.
-STACKED = True  # it, and what follows it, lets the next kernel start before its own wait
+STACKED = False  # whether it, and what adds its splits, let the next kernel start before their own wait
 EXACT_CHUNKS = 8  # up to so many chunks a CTA, x is made of no more columns than there are; 0: passes of 512
 LEAN = True  # no barriers for stages that are used once
 OVERLAP = 2  # a half chunk is decoded while the one before is multiplied: 1 within a chunk, 2 across chunks

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 EARLY = True  # programmatic launch: the product that follows fetches its weight meanwhile
-STACKED = True  # that product may start before this kernel's wait: it waits for this one, as this one does
+STACKED = False  # whether that product may start before this kernel's own wait
 MOST_COLUMNS = 1 << 14
 
 
