@@ -381,15 +381,15 @@ def _load(args: argparse.Namespace, plan: Blueprint) -> Model:
 
 
 def _workload(args: argparse.Namespace) -> Workload:
-    """From the flags, or from a scenario file, whose preset then is the default."""
+    """From the flags, or from a scenario file, whose preset and backends then are the default."""
     flags = (*BENCH_FLAGS, *SWITCHES, "mode")
     given = {name: getattr(args, name) for name in flags if getattr(args, name) not in (None, False)}
     workload = Workload()
     if args.scenario is not None:
         if given:
-            flag = next(iter(given)).replace("_", "-")
-            raise ValueError(f"--scenario {args.scenario} already says --{flag}")
-        preset, workload = load_scenario(find_scenario(args.scenario))
+            raise ValueError(f"--scenario {args.scenario} already says --{min(given).replace('_', '-')}")
+        preset, backends, workload = load_scenario(find_scenario(args.scenario))
+        args.backends = args.backends or backends
         if args.model is None and args.preset is None:
             args.preset = preset
     given |= {name: getattr(args, name) for name in ("repeat", "warmup") if getattr(args, name) is not None}

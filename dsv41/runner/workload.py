@@ -139,29 +139,33 @@ def find_scenario(name: str) -> Path:
     return found[name]
 
 
-def load_scenario(path: Path) -> tuple[str, Workload]:
-    """The preset and the workload of a scenario file. Raises ValueError for anything else than a scenario."""
+def load_scenario(path: Path) -> tuple[str, str | None, Workload]:
+    """The preset of a scenario file, its backends if it names any, and its workload. Raises ValueError for
+    anything else than a scenario."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     content["scenario"] = content.pop("name", path.stem)
     content.pop("about", None)
-    preset = content.pop("preset", None)
+    preset, backends = content.pop("preset", None), content.pop("backends", None)
     if not isinstance(preset, str):
         raise ValueError(f"{path} names no preset")
+    if not isinstance(backends, str | None):
+        raise ValueError(f"{path}: backends must be a spec as --backends takes it")
     known = {item.name for item in fields(Workload)}
     unknown = next((key for key in content if key not in known), None)
     if unknown is not None:
+        others = ", ".join(sorted(known))
         raise ValueError(
-            f"{path}: unknown key {unknown!r}; there are name, about, preset, {', '.join(sorted(known))}"
+            f"{path}: unknown key {unknown!r}; there are name, about, preset, backends, {others}"
         )
     lists = (*LISTS, "mode")
     wrong = next((key for key in lists if key in content and not isinstance(content[key], list)), None)
     if wrong is not None:
         raise ValueError(f"{path}: {wrong} must be a list")
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
-    return preset, Workload(**values)
+    return preset, backends, Workload(**values)
 
 
 def capacity(workload: Workload, config: ModelConfig, seed: int) -> EngineConfig:

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from dsv41.backends import choose
+from dsv41.config import Numerics
+from dsv41.hardware import Hardware
 from dsv41.presets import preset
 from dsv41.runner import bench
 from dsv41.runner.bench import measure
@@ -100,13 +103,24 @@ def test_capacity_holds_what_is_measured_and_no_more() -> None:
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_scenarios_fit_their_models(path: Path) -> None:
     """Nothing of a scenario file is refused behind minutes of loading."""
-    name, workload = load_scenario(path)
+    name, spec, workload = load_scenario(path)
     capacity(workload, preset(name), 0).validate(preset(name))
+    backends = choose(Hardware("cuda", 90, "H200", 1), Numerics.BF16, spec)
+    assert (backends.attention == "reference") == (name == "tiny"), "a big model is benched on kernels"
     assert tomllib.loads(path.read_text())["name"] == path.stem
 
 
+def test_a_scenario_names_backends_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "one.toml"
+    path.write_text('preset = "tiny"\nbackends = ["sm90"]\n')
+    with pytest.raises(ValueError, match="backends must be a spec"):
+        load_scenario(path)
+    path.write_text('preset = "tiny"\nbackends = "sm90"\n')
+    assert load_scenario(path)[:2] == ("tiny", "sm90")
+
+
 def test_sweeps_reach_what_they_promise() -> None:
-    sweeps = {path.stem: load_scenario(path)[1] for path in SCENARIOS}
+    sweeps = {path.stem: load_scenario(path)[2] for path in SCENARIOS}
     decodes, prefills = list(sweeps["decode-sweep"].cases()), list(sweeps["prefill-sweep"].cases())
     assert {case.batch for case in decodes if case.context == 131008} >= {1, 128 // 2}
     assert max(case.context for case in decodes) > 1_000_000
