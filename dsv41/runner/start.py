@@ -133,7 +133,8 @@ def _kinds_of_steps(worker: Worker) -> Iterator[tuple[int, int | None]]:
         yield from ((more, many), (more, 1), (more, 0), (1, 1), (1, 0))
     if any(getattr(worker.model.backends, family) != "reference" for family in FAMILIES):
         sizes = {rows for size in row_sizes(worker.engine.max_batch_tokens) for rows in (size - 1, size)}
-        yield from ((rows, None) for rows in sorted(sizes - {0, 1}))
+        # The largest first: the memory of the others is cut out of its.
+        yield from ((rows, None) for rows in sorted(sizes - {0, 1}, reverse=True))
 
 
 def _other_than(taken: int, first: int, second: int) -> int:
