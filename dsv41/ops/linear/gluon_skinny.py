@@ -102,10 +102,8 @@ def blocks_of(parts):
 
 @gluon.jit
 def _fragment(words, factor_s, Q: gl.constexpr, MMA: gl.constexpr):
-    """int32 [R, Q, 32], factors in shared memory [blocks, Q, 4] -> bf16 [64, 128], A in its order of K.
-
-    The same of half a chunk.
-    """
+    """int32 [R, Q, 32], factors in shared memory [blocks, Q, 4] -> bf16 [64, 128], A in its order of K; or the
+    half of all that."""
     B: gl.constexpr = blocks_of(Q)
     HALVES: gl.constexpr = words.shape[2] // 16
     w = gl.reshape(words, [B, ROWS // (B * Q), Q, 2 * HALVES, 8])
