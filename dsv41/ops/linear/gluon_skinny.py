@@ -102,7 +102,7 @@ def blocks_of(parts):
 
 @gluon.jit
 def _fragment(words, factor_s, Q: gl.constexpr, MMA: gl.constexpr):
-    """int32 [R, Q, 32], factors in shared memory [blocks, Q, 4] -> bf16 [64, 128], A in its order of K; or the
+    """int32 [R, Q, 32], factors in shared memory [blocks, Q, 4] -> bf16 [64, 128], A in its order of K; or a
     half of all that."""
     B: gl.constexpr = blocks_of(Q)
     HALVES: gl.constexpr = words.shape[2] // 16
