@@ -19,12 +19,11 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from timing import device, read_bandwidth, report
+from timing import changed, device, read_bandwidth, report
 
 from dsv41.config import EngineConfig
 from dsv41.model.costs import Span, step_cost, weights_by_part
@@ -42,25 +41,11 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {  # forks left ou
 }
 
 
-@contextmanager
-def without(names: tuple[str, ...]) -> Iterator[None]:
-    """The forks of `names` taken back."""
-    homes = [(importlib.import_module(FORKS[name][0]), FORKS[name][1]) for name in names]
-    before = [getattr(module, constant) for module, constant in homes]
-    try:
-        for module, constant in homes:
-            setattr(module, constant, 0)
-        yield
-    finally:
-        for (module, constant), value in zip(homes, before, strict=True):
-            setattr(module, constant, value)
-
-
 def measure(model: Model, variant: str, rows: int, context: int, mode: str) -> dict[str, object]:
     names, other = VARIANTS[variant]
     if other:
         model = replace(model, decoder=twin(model, replace(model.backends, **other)))
-    with without(names):
+    with changed([(importlib.import_module(file), name, 0) for file, name in map(FORKS.__getitem__, names)]):
         driver = Driver(model, Target("decode", rows, context, mode, steps=8), 0)
         driver.warm()
     graphs = driver.llm.worker.graphs

@@ -19,7 +19,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from timing import Call, copy_bandwidth, device, of_roof, report, sets_beyond_l2, spread, time_us
+from timing import (
+    Call,
+    changed,
+    changes_of,
+    copy_bandwidth,
+    device,
+    of_roof,
+    report,
+    sets_beyond_l2,
+    spread,
+    time_us,
+)
 from torch import Tensor
 
 from dsv41.model.caches import NUM_TICKETS
@@ -123,17 +134,6 @@ def card(result: dict) -> str:
     )
 
 
-def set_constant(item: str) -> None:
-    """`NAME=VALUE` in the file of the implementation that has the constant."""
-    name, value = item.split("=")
-    files = [implementation("hyper", file) for file in (IMPL, f"{IMPL}_mixes")]
-    owners = [file for file in files if isinstance(getattr(file, name, None), int)]
-    if not owners:
-        raise SystemExit(f"--set: the implementation has no constant {name}")
-    for owner in owners:
-        setattr(owner, name, type(getattr(owner, name))(int(value)))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -143,9 +143,13 @@ def main() -> None:
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="constants")
     parser.add_argument("--output", type=Path, help="one JSON object a line")
     arguments = parser.parse_args()
-    for item in arguments.set:
-        set_constant(item)
-    report(measure(arguments.cases, arguments.rows), card, arguments.output)
+    files = [implementation("hyper", name) for name in (IMPL, f"{IMPL}_mixes")]
+    try:
+        changes = changes_of(arguments.set, files)
+    except ValueError as error:
+        parser.error(f"--set: {error}")
+    with changed(changes):
+        report(measure(arguments.cases, arguments.rows), card, arguments.output)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,24 @@ Synthetic: random codes, scales and activations.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from timing import Call, device, of_roof, read_bandwidth, report, sets_beyond_l2, time_us
+from timing import (
+    Call,
+    Change,
+    changed,
+    changes_of,
+    device,
+    of_roof,
+    read_bandwidth,
+    report,
+    sets_beyond_l2,
+    time_us,
+)
 from torch import Tensor
 
 from dsv41.ops.library import implementation
@@ -93,29 +103,9 @@ def repeated(calls: list[Call], rows: int) -> float:
     return statistics.median(time_us(calls, max(2 * len(calls), 4 if rows >= 1024 else 16), 15))
 
 
-def settings(text: str) -> dict[str, int]:
-    """ "STACKED=1,LEAN=0" -> the implementation's constants and their values. ValueError for others."""
-    kernel = implementation("linear", "gluon")
-    values = {}
-    for item in filter(None, text.split(",")):
-        name, _, value = item.partition("=")
-        if not isinstance(getattr(kernel, name, None), int):
-            raise ValueError(f"the implementation has no constant {name}")
-        values[name] = type(getattr(kernel, name))(int(value))
-    return values
-
-
-@contextlib.contextmanager
-def changed(values: dict[str, int]) -> Iterator[None]:
-    kernel = implementation("linear", "gluon")
-    before = {name: getattr(kernel, name) for name in values}
-    for name, value in values.items():
-        setattr(kernel, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(kernel, name, value)
+def settings(text: str) -> list[Change]:
+    """ "STACKED=1,LEAN=0" -> changes of the implementation. ValueError for constants that it has not."""
+    return changes_of(filter(None, text.split(",")), [implementation("linear", "gluon")])
 
 
 def measure(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 L2_BYTES = 60 << 20  # of an H200
 Call = Callable[[], object]
+Change = tuple[object, str, int]  # a module, one of its constants, another value
 
 
 def time_us(calls: Sequence[Call], launches: int, samples: int = 21, warm: int = 1) -> list[float]:
@@ -58,6 +60,31 @@ def product_rate() -> float:
     a, b = (torch.randn((8192, 8192), device="cuda").bfloat16() for _ in range(2))
     out = torch.empty_like(a)
     return 2 * 8192**3 / statistics.median(time_us([lambda: torch.mm(a, b, out=out)], 4)) * 1e6
+
+
+def changes_of(items: Iterable[str], modules: Sequence[object]) -> list[Change]:
+    """`NAME=VALUE` each -> a change in every module that has the constant. ValueError if none has."""
+    found: list[Change] = []
+    for item in items:
+        name, _, value = item.partition("=")
+        owners = [module for module in modules if isinstance(getattr(module, name, None), int)]
+        if not owners:
+            raise ValueError(f"the implementation has no constant {name}")
+        found += [(owner, name, type(getattr(owner, name))(int(value))) for owner in owners]
+    return found
+
+
+@contextmanager
+def changed(changes: Sequence[Change]) -> Iterator[None]:
+    """The constants at other values for as long as this lasts."""
+    before = [getattr(module, name) for module, name, _ in changes]
+    try:
+        for module, name, value in changes:
+            setattr(module, name, value)
+        yield
+    finally:
+        for (module, name, _), value in zip(changes, before, strict=True):
+            setattr(module, name, value)
 
 
 def device() -> dict[str, str]:
