@@ -147,7 +147,7 @@ def _throughput(args: argparse.Namespace) -> None:
     with args.start.phase("capture"):
         llm = LLM(model, engine, run)
         llm.warm_up()
-    start, memory = args.start.row(), memory_of(llm, weights_by_part(model.config))
+    start, memory = args.start.row(), memory_of(llm, args.weights)
     _started(args, "compile" if isinstance(run, CompiledModule) else "eager", start, engine, memory)
     args.say(f"replaying {len(jobs)} requests")
     row = throughput(llm, jobs) | {"start": start, "memory": memory}
@@ -359,8 +359,8 @@ def _need_gpu(plan: Blueprint, flag: str) -> None:
 
 
 def _load(args: argparse.Namespace, plan: Blueprint) -> Model:
-    needed, memory = loaded_bytes(weights_by_part(plan.config)), report.device_memory(plan.hardware)
-    if needed > memory:
+    args.weights, memory = weights_by_part(plan.config), report.device_memory(plan.hardware)
+    if (needed := loaded_bytes(args.weights)) > memory:
         sizes = f"{report.size(needed)} of weights and {plan.hardware.name} has {report.size(memory)}"
         raise MemoryError(f"{plan.source} needs {sizes} (`inspect` shows the bill)")
     _prepare_artifacts(args)

@@ -13,14 +13,11 @@ from dsv41.runner.batch import Batch, Slot
 from dsv41.runner.sampler import LogProbs, Sampled
 from dsv41.runner.schedule import PromptLogProb, TokenResult
 
-NO_LAYER = 1 << 30
-
 
 def first_faults(fault_layers: Tensor, batch: Batch) -> list[int]:
     """By request of a batch: its first faulty layer, -1 without one. fault_layers int32 [T], on the host."""
-    ends = batch.counts.cumsum()
-    rows = np.split(np.where(fault_layers < 0, NO_LAYER, fault_layers), ends[:-1])
-    return [-1 if (first := int(own.min())) == NO_LAYER else first for own in rows]
+    rows = np.split(fault_layers.numpy(), batch.counts.cumsum()[:-1])
+    return [int(min(own[own >= 0], default=-1)) for own in rows]
 
 
 @dataclass(frozen=True)

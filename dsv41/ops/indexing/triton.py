@@ -258,10 +258,8 @@ def score_fp4(
     assert variant == "bf16" or num_rows <= FEW_ROWS, f"{num_rows} rows are scored by bf16 products"
     words, table, processors = keys.view(torch.int32), rows.table, _processors(q.device)
     grouped = num_rows > FEW_ROWS and not block
-    registers, waves = VARIANTS[
-        variant
-    ]  # CTAs an SM, so many at a time: two rounds even out the longest rows
-    waves *= 2 if tiles >= 8192 else 1
+    registers, resident = VARIANTS[variant]
+    waves = 2 * resident if tiles >= 8192 else resident  # CTAs an SM: two rounds even out the longest rows
     loop = tiles * num_rows > waves * processors
     splits = max(2 if grouped else 1, waves * processors // num_rows)  # no CTA left for a round of its own
     splits = min(splits, triton.cdiv(tiles, 2)) if loop else tiles
